@@ -1,0 +1,60 @@
+"""Triton device helpers that several ops share.
+
+Their torch twins are in `specreg.kernels.common.reference`.
+"""
+
+import triton
+import triton.language as tl
+
+from specreg.kernels.common import reference
+
+__all__ = ["LOGIT_MAX", "UNIT_BITS", "clean_logits", "draw_index", "owned_row", "point", "to_units"]
+
+LOGIT_MAX = tl.constexpr(reference.LOGIT_MAX)
+UNIT_BITS = tl.constexpr(reference.UNIT_BITS)
+
+
+@triton.jit
+def owned_row(req_state_idx, NUM_SHARDS: tl.constexpr, shard_idx):
+    """int64 cache row of the request on this shard; -1 where it owns none, or for a padding row.
+
+    With one shard nothing is left of it: no remainder and no division.
+    """
+    row = req_state_idx.to(tl.int64)
+    if NUM_SHARDS > 1:
+        is_owned = (row >= 0) & (row % NUM_SHARDS == shard_idx)
+        row = tl.where(is_owned, row // NUM_SHARDS, -1)
+    return row
+
+
+@triton.jit
+def clean_logits(logits):
+    """fp32 logits as every draw reads them: NaN is -inf, and nothing exceeds `LOGIT_MAX`."""
+    logits = logits.to(tl.float32)
+    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), LOGIT_MAX)
+
+
+@triton.jit
+def to_units(weights, peak):
+    """int64 units of fp32 `weights` in [0, peak]: `peak` becomes 2^30; all are 0 where `peak` is 0."""
+    share = tl.where(peak > 0.0, tl.div_rn(weights, tl.where(peak > 0.0, peak, 1.0)), 0.0)
+    return (share * (1 << UNIT_BITS)).to(tl.int64)
+
+
+@triton.jit
+def point(total, word):
+    """`floor(total * u)` exactly, in [0, total), for int64 `total` below 2^62 and u of `uniform`."""
+    odd = ((word >> 9) << 1 | 1).to(tl.int64)
+    high, low = total >> 31, total & 0x7FFFFFFF
+    return ((high * odd) << 7) + ((low * odd) >> 24)
+
+
+@triton.jit
+def draw_index(units, word):
+    """Lane of the int64 vector `units` drawn in proportion to them, by inverse CDF.
+
+    Never a lane of 0 units; the length of the vector where all are 0. The sum must stay below 2^62.
+    """
+    cumulative = tl.cumsum(units, 0)
+    drawn = point(tl.sum(units, 0), word)
+    return tl.sum((cumulative <= drawn).to(tl.int32), 0)

@@ -1,0 +1,78 @@
+"""Torch twins of the Triton device helpers in `specreg.kernels.common.kernel`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LOGIT_MAX",
+    "UNIT_BITS",
+    "clean_logits_reference",
+    "draw_index_reference",
+    "owned_row_reference",
+    "owner_reference",
+    "point_reference",
+    "to_units_reference",
+]
+
+LOGIT_MAX = (
+    2.0**100
+)  # larger logits count as this, so +inf has a defined softmax at any temperature
+UNIT_BITS = 30  # the largest weight of a draw is 2^30 units
+
+_LOW_BITS = 31
+_UNIFORM_BITS = 24  # u = (2 * (word >> 9) + 1) / 2^24
+
+
+def owner_reference(req_state_idx: Tensor, num_shards: int) -> Tensor:
+    """Rank that owns each request of int64 `req_state_idx`; -1 for padding rows."""
+    return torch.where(req_state_idx >= 0, req_state_idx % num_shards, -1)
+
+
+def owned_row_reference(req_state_idx: Tensor, num_shards: int, shard_idx: int | Tensor) -> Tensor:
+    """Cache row of each request on the shard at `shard_idx`; -1 where it owns none, or for padding.
+
+    Args:
+        req_state_idx: int64, any shape.
+        num_shards: shards of the cache.
+        shard_idx: this shard's index.
+    """
+    if num_shards == 1:
+        return req_state_idx
+    owned = (req_state_idx >= 0) & (req_state_idx % num_shards == shard_idx)
+    return torch.where(owned, req_state_idx // num_shards, -1)
+
+
+def clean_logits_reference(logits: Tensor) -> Tensor:
+    """fp32 logits as every draw reads them: NaN is -inf, and nothing exceeds `LOGIT_MAX`."""
+    logits = logits.float()
+    return torch.where(logits.isnan(), -torch.inf, logits).clamp_(max=LOGIT_MAX)
+
+
+def to_units_reference(weights: Tensor, peak: Tensor) -> Tensor:
+    """int64 units of fp32 `weights` in [0, peak]: `peak` becomes 2^30; all are 0 where `peak` is 0."""
+    share = torch.where(peak > 0, weights / torch.where(peak > 0, peak, 1.0), 0.0)
+    return (share * 2.0**UNIT_BITS).long()
+
+
+def point_reference(total: Tensor, words: Tensor) -> Tensor:
+    """`floor(total * u)` exactly, in [0, total), for int64 `total` below 2^62 and u of `uniform`."""
+    odd = ((words >> 9) << 1) | 1
+    high, low = total >> _LOW_BITS, total & (2**_LOW_BITS - 1)
+    return ((high * odd) << (_LOW_BITS - _UNIFORM_BITS)) + ((low * odd) >> _UNIFORM_BITS)
+
+
+def draw_index_reference(units: Tensor, words: Tensor) -> Tensor:
+    """Index into the last axis drawn in proportion to `units`, by inverse CDF.
+
+    Args:
+        units: int64 `[..., n]`, non-negative, their sum below 2^62.
+        words: random words `[...]`.
+
+    Returns:
+        int64 `[...]`, never a lane of 0 units; n where all are 0.
+    """
+    cumulative = units.cumsum(-1)
+    point = point_reference(cumulative[..., -1], words)
+    return (cumulative <= point.unsqueeze(-1)).sum(-1)
