@@ -1,13 +1,18 @@
 """Ops on draft and target logits: one folder each, with Triton kernel, torch twin and entry point.
 
-Entry points dispatch on the device: Triton on CUDA and ROCm, the torch reference on CPU and wherever
-Triton is not installed.
+Entry points dispatch on the device: Triton on CUDA and ROCm, the torch reference on CPU
+and wherever Triton is not installed.
 """
 
 import os
 
-# Set before Triton is first imported. Whether `a * b + c` is contracted into one rounding depends on
-# how a kernel was specialised; without it each operation rounds as in torch and in Triton's
+# Set before Triton is first imported. Whether `a * b + c` is contracted into one rounding depends
+# on how a kernel was specialised; without it each operation rounds as in torch and in Triton's
 # interpreter, so specialisations agree bit for bit and comparisons with the twins mean something.
 # The ops are bound by memory: it costs no time.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
+
+from specreg.kernels.shard_plan.op import shard_plan
+from specreg.kernels.shard_plan.plan import ShardPlan
+
+__all__ = ["ShardPlan", "shard_plan"]
