@@ -36,14 +36,14 @@ def clean_logits(logits):
 
 @triton.jit
 def to_units(weights, peak):
-    """int64 units of fp32 `weights` in [0, peak]: `peak` becomes 2^30; all are 0 where `peak` is 0."""
+    """int64 units of fp32 `weights` in [0, peak]: 2^30 for `peak`, all 0 where that is 0."""
     share = tl.where(peak > 0.0, tl.div_rn(weights, tl.where(peak > 0.0, peak, 1.0)), 0.0)
     return (share * (1 << UNIT_BITS)).to(tl.int64)
 
 
 @triton.jit
 def point(total, word):
-    """`floor(total * u)` exactly, in [0, total), for int64 `total` below 2^62 and u of `uniform`."""
+    """`floor(total * u)` exactly, in [0, total), for int64 `total` below 2^62 and u in (0, 1)."""
     odd = ((word >> 9) << 1 | 1).to(tl.int64)
     high, low = total >> 31, total & 0x7FFFFFFF
     return ((high * odd) << 7) + ((low * odd) >> 24)

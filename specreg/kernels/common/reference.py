@@ -51,13 +51,13 @@ def clean_logits_reference(logits: Tensor) -> Tensor:
 
 
 def to_units_reference(weights: Tensor, peak: Tensor) -> Tensor:
-    """int64 units of fp32 `weights` in [0, peak]: `peak` becomes 2^30; all are 0 where `peak` is 0."""
+    """int64 units of fp32 `weights` in [0, peak]: 2^30 for `peak`, all 0 where that is 0."""
     share = torch.where(peak > 0, weights / torch.where(peak > 0, peak, 1.0), 0.0)
     return (share * 2.0**UNIT_BITS).long()
 
 
 def point_reference(total: Tensor, words: Tensor) -> Tensor:
-    """`floor(total * u)` exactly, in [0, total), for int64 `total` below 2^62 and u of `uniform`."""
+    """`floor(total * u)` exactly, in [0, total), for int64 `total` below 2^62 and u in (0, 1)."""
     odd = ((words >> 9) << 1) | 1
     high, low = total >> _LOW_BITS, total & (2**_LOW_BITS - 1)
     return ((high * odd) << (_LOW_BITS - _UNIFORM_BITS)) + ((low * odd) >> _UNIFORM_BITS)

@@ -45,7 +45,7 @@ def philox4x32_reference(
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(_NUM_ROUNDS):
-        # The product needs 64 unsigned bits: int64 wraps to the same pattern, the mask drops the sign.
+        # The product needs 64 unsigned bits; int64 wraps to the same pattern.
         product0 = (k0 * 0 + c0) * _MULTIPLIERS[0]
         product1 = (k0 * 0 + c2) * _MULTIPLIERS[1]
         c0 = ((product1 >> 32) & _MASK) ^ c1 ^ k0
