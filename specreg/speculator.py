@@ -143,6 +143,7 @@ class SpeculatorContext:
         options: the spec's `options_model`, validated; None when it has none.
         draft_config: the draft checkpoint's `config.json`; empty when there is no checkpoint.
         draft_path: the draft checkpoint's directory, resolved; None when there is none.
+        max_model_len: positions a request may have; drafting writes no KV at or beyond it.
         device, dtype: where and in what its weights are wanted.
     """
 
@@ -151,6 +152,7 @@ class SpeculatorContext:
     options: BaseModel | None
     draft_config: Mapping[str, Any]
     draft_path: str | None
+    max_model_len: int
     device: torch.device
     dtype: torch.dtype
 
@@ -228,6 +230,10 @@ class Speculator(Protocol):
         """Load weights; agree with `target` on what is shared. Raises `CheckpointError`."""
         ...
 
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that it holds alone; the host subtracts them from its budget."""
+        ...
+
     def supports_batch_sharded_draft_logits(self) -> bool:
         """Whether every write of draft logits honours the owner mask, now that weights are loaded."""
         ...
@@ -254,7 +260,7 @@ class Speculator(Protocol):
 class SpeculatorBase:
     """Default behaviour: `propose` is `prepare` (eager) and then `draft` (capturable).
 
-    A subclass writes `load_model`, `prepare` and `draft`.
+    A subclass writes `load_model`, `weight_bytes`, `prepare` and `draft`.
     """
 
     def __init__(self, context: SpeculatorContext) -> None:
@@ -268,6 +274,9 @@ class SpeculatorBase:
         self.kv: KVView | None = None
 
     def load_model(self, target: TargetView) -> None:
+        raise NotImplementedError
+
+    def weight_bytes(self) -> int:
         raise NotImplementedError
 
     def supports_batch_sharded_draft_logits(self) -> bool:

@@ -1,0 +1,38 @@
+"""Plugin: a standalone language model drafts, one token a pass (`method: draft_model`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specreg.capabilities import Capabilities, DraftingStyle, TargetNeeds
+from specreg.nn.kv_specs import kv_specs
+from specreg.plugin import SpeculatorSpec, hookimpl
+
+__all__ = ["specreg_speculators"]
+
+CAPABILITIES = Capabilities(
+    style=DraftingStyle.AUTOREGRESSIVE,
+    supports_probabilistic=True,
+    honors_owner_mask=True,
+    is_cuda_graph_safe=True,
+)
+
+
+def target_needs(draft_config: Mapping[str, Any]) -> TargetNeeds:
+    """It reads nothing of the target but its tokens, and keeps KV for each of its own layers."""
+    return TargetNeeds(kv_specs=kv_specs(draft_config) if draft_config else ())
+
+
+@hookimpl
+def specreg_speculators() -> list[SpeculatorSpec]:
+    return [
+        SpeculatorSpec(
+            name="draft_model",
+            methods=("draft_model",),
+            factory="specreg_draft_model.speculator:DraftModelSpeculator",
+            capabilities=CAPABILITIES,
+            target_needs=target_needs,
+            summary="a smaller language model with the target's vocabulary",
+        )
+    ]

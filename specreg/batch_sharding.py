@@ -1,0 +1,141 @@
+"""Batch-sharded sampling: each rank verifies the requests it owns.
+
+Before verification every rank holds a slice of the vocabulary for all logits rows; after the exchange
+it holds the whole vocabulary for the rows of its own requests. Afterwards the outputs are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specreg.errors import RankDivergenceError
+from specreg.kernels import ShardPlan, shard_plan
+from specreg.ownership import Shard
+
+__all__ = ["BatchSharder", "Collectives", "GatheredOutputs", "check_agreement"]
+
+
+class Collectives(Protocol):
+    """The two collectives that batch-sharded sampling needs of its host."""
+
+    def all_to_all_rows(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send `send[r]` consecutive rows to rank r; returns the received rows, sender by sender."""
+        ...
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """`[num_ranks, *local.shape]`, rank by rank."""
+        ...
+
+
+class GatheredOutputs(NamedTuple):
+    """What verification produced, in batch order, the same on every rank.
+
+    Attributes:
+        sampled: int64 `[num_reqs, num_speculative_tokens + 1]`, -1 padded.
+        num_sampled: int64 `[num_reqs]`; 0 for requests without logits rows and padding rows.
+        num_nans: int64 `[num_reqs]`, NaN entries in the request's target logits.
+        proposal_hashes: int64 `[num_ranks]`, each rank's hash of its last proposal.
+    """
+
+    sampled: Tensor
+    num_sampled: Tensor
+    num_nans: Tensor
+    proposal_hashes: Tensor
+
+
+class BatchSharder:
+    """Moves logits to their owners and outputs back.
+
+    Args:
+        shard: this rank among the ranks that own requests.
+        collectives: of the same ranks.
+        vocab_size: real columns of the concatenated vocabulary shards.
+    """
+
+    def __init__(self, shard: Shard, collectives: Collectives, vocab_size: int) -> None:
+        self.shard = shard
+        self.collectives = collectives
+        self.vocab_size = vocab_size
+
+    def plan(self, idx_mapping: Tensor, cu_num_logits: Tensor) -> ShardPlan:
+        """Who verifies what. `idx_mapping [num_reqs]`, `cu_num_logits [num_reqs + 1]`, on the host."""
+        return shard_plan(idx_mapping, cu_num_logits, self.shard)
+
+    def exchange_logits(self, local_logits: Tensor, plan: ShardPlan) -> Tensor:
+        """Trade vocabulary slices of all rows for whole rows of the requests owned here.
+
+        Args:
+            local_logits: `[num_logits, shard_width]`, this rank's columns, rows in `plan.order`;
+                the same width on every rank, padding columns last.
+            plan: of the step.
+
+        Returns:
+            `[num_local_logits, vocab_size]`, a view; rows in the order of the local batch.
+        """
+        num_ranks = self.shard.num_shards
+        send = plan.logits_per_rank.tolist()
+        num_rows = send[self.shard.shard_idx]
+        received = self.collectives.all_to_all_rows(local_logits, send, [num_rows] * num_ranks)
+        width = local_logits.shape[1]
+        by_row = received.view(num_ranks, num_rows, width).transpose(0, 1)
+        return by_row.reshape(num_rows, num_ranks * width)[:, : self.vocab_size]
+
+    def gather_outputs(
+        self,
+        sampled: Tensor,
+        num_sampled: Tensor,
+        num_nans: Tensor,
+        plan: ShardPlan,
+        proposal_hash: Tensor,
+    ) -> GatheredOutputs:
+        """Put the owners' outputs into batch order, in one collective.
+
+        Args:
+            sampled: int64 `[num_local_reqs, num_speculative_tokens + 1]`.
+            num_sampled, num_nans: `[num_local_reqs]`.
+            plan: of the step.
+            proposal_hash: int64 scalar, this rank's hash of its last proposal.
+        """
+        reqs_per_rank = plan.reqs_per_rank.tolist()
+        num_slots = sampled.shape[1]
+        payload = sampled.new_zeros(max(reqs_per_rank) + 1, num_slots + 2)
+        payload[0, 0] = proposal_hash
+        body = payload[1 : 1 + sampled.shape[0]]
+        body[:, :num_slots] = sampled
+        body[:, num_slots] = num_sampled
+        body[:, num_slots + 1] = num_nans
+        gathered = self.collectives.all_gather(payload)
+        owned = torch.cat(
+            [rows[1 : 1 + count] for rows, count in zip(gathered, reqs_per_rank, strict=True)]
+        )
+        nothing = owned.new_tensor([[-1] * num_slots + [0, 0]])
+        outputs = torch.cat([owned, nothing])[plan.restore.to(owned.device)]
+        return GatheredOutputs(
+            sampled=outputs[:, :num_slots],
+            num_sampled=outputs[:, num_slots],
+            num_nans=outputs[:, num_slots + 1],
+            proposal_hashes=gathered[:, 0, 0],
+        )
+
+
+def check_agreement(proposal_hashes: Sequence[int], step: int) -> None:
+    """Refuse to go on when replicated ranks have proposed different drafts.
+
+    Raises:
+        RankDivergenceError: naming the step whose proposal differs and the ranks that differ from
+            rank 0.
+    """
+    differing = [rank for rank, value in enumerate(proposal_hashes) if value != proposal_hashes[0]]
+    if differing:
+        raise RankDivergenceError(
+            "replicated ranks proposed different draft tokens",
+            where=f"the proposal of step {step}; ranks {differing} differ from rank 0",
+            got=f"hashes {[f'{value & (2**64 - 1):#018x}' for value in proposal_hashes]}; "
+            "allowed: one value on all ranks",
+            fix="give every rank the same weights, library versions, thread count and device kind; "
+            "a speculator must not draw from a source of randomness of its own",
+        )

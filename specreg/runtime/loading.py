@@ -1,0 +1,273 @@
+"""What one rank loads and allocates before the first step, in the order that memory asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specreg.batch_sharding import BatchSharder
+from specreg.capabilities import TargetNeeds
+from specreg.config import EngineConfig, SpeculativeConfig
+from specreg.draft_logits import DraftLogitsCache
+from specreg.draft_sampler import DraftSampler
+from specreg.memory import GIB
+from specreg.model_config import read_model_config
+from specreg.ownership import Shard
+from specreg.policy import (
+    DraftLogitsPlan,
+    batch_sharded_sampling_enabled,
+    finalize,
+    resolve,
+)
+from specreg.registry import get_registry
+from specreg.rejection_sampler import RejectionSampler
+from specreg.runtime.kv_budget import KVBudget, scratch_bytes
+from specreg.runtime.kv_pool import KVPool, PagedKVView
+from specreg.runtime.models import resolve_model
+from specreg.runtime.target import Target
+from specreg.runtime.tensor_parallel import TensorParallel
+from specreg.runtime.tokenizer import Tokenizer, eos_token_ids
+from specreg.speculator import Speculator, SpeculatorContext
+
+__all__ = ["Drafting", "LoadedModels", "load_models"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The speculator and what it was given.
+
+    Attributes:
+        speculator: with weights loaded and bound.
+        needs: what it reads of the target.
+        plan: final plan of the draft-logits cache.
+        draft_logits: the cache; None when the plan has none.
+        sampler: the door through which it samples.
+    """
+
+    speculator: Speculator
+    needs: TargetNeeds
+    plan: DraftLogitsPlan
+    draft_logits: DraftLogitsCache | None
+    sampler: DraftSampler
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """Everything a rank holds for the run.
+
+    Attributes:
+        config: of the run.
+        tp: the group.
+        target: the target model, its head sharded over the vocabulary.
+        target_kv: KV of the target's layers.
+        kv_pool: of target and draft layers.
+        rejection_sampler: verifies.
+        sharder: moves logits to their owners; None when every rank verifies everything.
+        drafting: None without a speculator.
+        max_model_len: positions a request may have.
+        tokenizer: of the target; None when it comes without one.
+        eos_token_ids: tokens that end a request.
+    """
+
+    config: EngineConfig
+    tp: TensorParallel
+    target: Target
+    target_kv: PagedKVView
+    kv_pool: KVPool
+    rejection_sampler: RejectionSampler
+    sharder: BatchSharder | None
+    drafting: Drafting | None
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K; 0 without a speculator."""
+        return self.drafting.plan.num_speculative_tokens if self.drafting is not None else 0
+
+    @property
+    def needs(self) -> TargetNeeds:
+        """What the speculator reads of the target; nothing without one."""
+        return self.drafting.needs if self.drafting is not None else TargetNeeds()
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks of this rank's pool, the same on every rank."""
+        return self.kv_pool.num_blocks
+
+    @property
+    def num_owners(self) -> int:
+        """Ranks among which requests are owned."""
+        return self.sharder.shard.num_shards if self.sharder is not None else 1
+
+
+def load_models(
+    config: EngineConfig,
+    tp: TensorParallel,
+    progress: Callable[[str], None] | None = None,
+) -> LoadedModels:
+    """Load this rank's part: weights first, then the draft-logits cache, then the KV pool.
+
+    The pool comes last so that what sharding frees becomes KV blocks.
+
+    Args:
+        config: of the run.
+        tp: the group; every rank calls this at the same time.
+        progress: called with a line at the start of each stage.
+
+    Raises:
+        SpecregError: the configuration, a checkpoint or the policy forbids the run.
+    """
+    report = progress or (lambda line: None)
+    report(f"loading target {config.target}")
+    files = resolve_model(config.target)
+    shard = Shard(tp.size, tp.rank)
+    target = Target.load(
+        files.directory, dtype=config.dtype, device=tp.device, shard=shard, collectives=tp
+    )
+    tokenizer = Tokenizer.load(files)
+    max_model_len = config.max_model_len or target.max_model_len
+    rejection_sampler = make_rejection_sampler(config, target.vocab_size)
+    drafting = None
+    if config.speculative is not None:
+        report(f"loading speculator {config.speculative.model or config.speculative.method}")
+        drafting = _load_drafting(
+            config, config.speculative, target, rejection_sampler, tp, max_model_len
+        )
+    report("allocating the KV pool")
+    kv_pool = _allocate_kv(config, target, drafting, tp, max_model_len)
+    target.attach_kv(kv_pool.view(0, is_read_only=True))
+    if drafting is not None:
+        drafting.speculator.bind(drafting.sampler, kv_pool.view(len(target.kv_specs)))
+    is_sharded = batch_sharded_sampling_enabled(config, target)
+    return LoadedModels(
+        config=config,
+        tp=tp,
+        target=target,
+        target_kv=kv_pool.view(0),
+        kv_pool=kv_pool,
+        rejection_sampler=rejection_sampler,
+        sharder=BatchSharder(shard, tp, target.vocab_size) if is_sharded else None,
+        drafting=drafting,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(tokenizer, target.config, target.generation_config),
+    )
+
+
+def make_rejection_sampler(config: EngineConfig, vocab_size: int) -> RejectionSampler:
+    """The configured rejection sampler: the stock one, or one that a plugin registered."""
+    method = config.speculative.rejection_sample_method if config.speculative else "standard"
+    return RejectionSampler(method, vocab_size=vocab_size)
+
+
+def _load_drafting(
+    config: EngineConfig,
+    speculative: SpeculativeConfig,
+    target: Target,
+    rejection_sampler: RejectionSampler,
+    tp: TensorParallel,
+    max_model_len: int,
+) -> Drafting:
+    provisional = resolve(config)
+    draft_config = read_model_config(speculative.model) or {}
+    selection = get_registry().select(speculative, draft_config)
+    draft_path = None
+    if speculative.model is not None:
+        draft_path = str(resolve_model(speculative.model).directory)
+    context = SpeculatorContext(
+        spec=selection.spec,
+        config=config,
+        options=selection.options,
+        draft_config=draft_config,
+        draft_path=draft_path,
+        max_model_len=speculative.max_model_len or max_model_len,
+        device=target.device,
+        dtype=target.dtype,
+    )
+    speculator: Speculator = selection.spec.load_factory()(context)
+    speculator.load_model(target)
+    plan = finalize(
+        provisional,
+        target,
+        speculator,
+        rejection_sampler,
+        shard_idx=tp.rank,
+        all_ranks_agree=tp.all_agree,
+    )
+    cache = speculator.allocate_draft_logits(plan, target.device)
+    sampler = DraftSampler(
+        cache=cache,
+        vocab_size=target.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        num_speculative_tokens=plan.num_speculative_tokens,
+        device=target.device,
+        greedy=cache is None,
+    )
+    needs = selection.spec.needs_for(draft_config)
+    return Drafting(speculator, needs, plan, cache, sampler)
+
+
+def _allocate_kv(
+    config: EngineConfig,
+    target: Target,
+    drafting: Drafting | None,
+    tp: TensorParallel,
+    max_model_len: int,
+) -> KVPool:
+    layers = target.kv_specs
+    weights = target.weight_bytes
+    cache_bytes = replicated_bytes = num_speculative_tokens = 0
+    if drafting is not None:
+        plan = drafting.plan
+        layers += drafting.needs.kv_specs
+        weights += drafting.speculator.weight_bytes()
+        cache_bytes = plan.bytes_per_rank + plan.side_bytes_per_rank
+        replicated_bytes = plan.replicated_bytes_per_rank
+        num_speculative_tokens = plan.num_speculative_tokens
+    budget = KVBudget(
+        config,
+        block_bytes=KVPool.block_bytes(layers, config.block_size, target.dtype),
+        max_model_len=max_model_len,
+        weight_bytes=weights,
+        scratch_bytes=scratch_bytes(
+            config.max_num_seqs, num_speculative_tokens, target.vocab_size
+        ),
+        device=target.device,
+    )
+    num_blocks = tp.smallest(budget.num_blocks(cache_bytes))
+    if drafting is not None:
+        _log_plan(tp, drafting.plan, num_blocks, budget.num_blocks(replicated_bytes))
+    return KVPool(
+        layers,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        dtype=target.dtype,
+        device=target.device,
+    )
+
+
+def _log_plan(
+    tp: TensorParallel, plan: DraftLogitsPlan, num_blocks: int, num_blocks_replicated: int
+) -> None:
+    """One line a rank: what the cache takes, and why it is not sharded where it is not."""
+    failed = [verdict for verdict in plan.verdicts if verdict.passed is False]
+    reason = f"; not sharded: {failed[0].rule}: {failed[0].reason}" if failed else ""
+    logger.info(
+        "rank %d: draft-logits cache of %d rows, layout %s, %.3f GiB (replicated %.3f GiB); "
+        "%d KV blocks (%d with the cache replicated)%s",
+        tp.rank,
+        plan.rows_per_rank,
+        plan.layout.value if plan.layout is not None else "none",
+        plan.bytes_per_rank / GIB,
+        plan.replicated_bytes_per_rank / GIB,
+        num_blocks,
+        num_blocks_replicated,
+        reason,
+    )

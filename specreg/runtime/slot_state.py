@@ -1,0 +1,47 @@
+"""Sampling state by slot, the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specreg.runtime.step import Admission
+
+__all__ = ["SlotState"]
+
+
+class SlotState:
+    """Per-slot sampling parameters in tensors of fixed address, each `[max_num_seqs]`.
+
+    Attributes:
+        temperature: fp32; exactly 0 is greedy.
+        seeds: int64.
+        top_k: int64; 0 keeps all.
+        top_p, min_p: fp32; 1 and 0 keep all.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.temperature = torch.zeros(max_num_seqs, device=device)
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(max_num_seqs, device=device)
+        self.min_p = torch.zeros(max_num_seqs, device=device)
+        self._slots_with_cutoffs: set[int] = set()
+
+    def admit(self, admission: Admission) -> None:
+        """Take over the parameters of the request that got the slot."""
+        slot = admission.slot
+        self.temperature[slot] = admission.temperature
+        self.seeds[slot] = admission.seed
+        self.top_k[slot] = admission.top_k
+        self.top_p[slot] = admission.top_p
+        self.min_p[slot] = admission.min_p
+        cuts = admission.top_k > 0 or admission.top_p < 1 or admission.min_p > 0
+        if cuts and admission.temperature > 0:
+            self._slots_with_cutoffs.add(slot)
+        else:
+            self._slots_with_cutoffs.discard(slot)
+
+    def has_cutoffs(self, slots: list[int]) -> bool:
+        """Whether any of the slots may cut tokens off. Host state only."""
+        return not self._slots_with_cutoffs.isdisjoint(slots)
