@@ -1,7 +1,7 @@
 """What a run is configured with: `EngineConfig` and its part `SpeculativeConfig`.
 
-Both are frozen and refuse what they do not know. Whatever is wrong with a configuration, in whatever
-shape it arrives, is a `ConfigError`.
+Both are frozen and refuse what they do not know. Whatever is wrong with a configuration, in
+whatever shape it arrives, is a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SpeculativeConfig(_Config):
         num_speculative_tokens: K; None takes what the draft config says.
         draft_sample_method: `greedy` takes the drafter's argmax, `probabilistic` draws from it.
         rejection_sample_method: how drafts are verified.
-        synthetic_acceptance_rates: probability that the first i+1 drafts are accepted (`synthetic`).
+        synthetic_acceptance_rates: probability that drafts 0..i are all accepted (`synthetic`).
         synthetic_acceptance_length: mean tokens a step in [1, K+1] (`synthetic`).
         max_model_len: longest request that is drafted for; None is the run's.
         draft_tensor_parallel_size: accepted when equal to the run's.
@@ -189,7 +189,7 @@ class SpeculativeConfig(_Config):
         if self.rejection_sample_method != "synthetic":
             if rates is not None or length is not None:
                 raise _synthetic_error(
-                    f"rejection_sample_method {self.rejection_sample_method!r}; allowed: 'synthetic'",
+                    f"method {self.rejection_sample_method!r}; allowed: 'synthetic'",
                     "set rejection_sample_method to 'synthetic', or remove the key",
                 )
         elif (rates is None) == (length is None):

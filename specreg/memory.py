@@ -75,9 +75,9 @@ def draft_logits_size(
     """Size of a rank's cache in `layout`.
 
     Each (row, step) carries two fp32 statistics (temperature, logsumexp) and one state byte; the
-    states have one row more than the logits, where writes for rows of other ranks go. `draft_vocab`
-    adds an int32 `[vocab_size]` table. A speculator with candidates adds their int32 ids, in `dense`
-    because the next step clears the previous candidates by them.
+    states have one row more than the logits, where writes for rows of other ranks go.
+    `draft_vocab` adds an int32 `[vocab_size]` table. A speculator with candidates adds their int32
+    ids, in `dense` because the next step clears the previous candidates by them.
 
     Args:
         layout: what a (row, step) holds.
@@ -126,8 +126,8 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_a
 def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str) -> int | None:
     """Bytes that a rank keeps for one token of a model, keys and values of all layers.
 
-    Every rank is taken to hold every layer and every KV head (only the LM head is sharded), and every
-    attention layer to keep every token.
+    Every rank is taken to hold every layer and every KV head (only the LM head is sharded), and
+    every attention layer to keep every token.
 
     Args:
         model_config: the text model's `config.json`.

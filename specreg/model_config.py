@@ -1,4 +1,4 @@
-"""A model's `config.json`, read without its framework: where it is, and the few facts planning needs."""
+"""A model's `config.json`, read without its framework, and the few facts that planning needs."""
 
 from __future__ import annotations
 
