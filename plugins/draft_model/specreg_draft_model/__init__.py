@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specreg.capabilities import Capabilities, DraftingStyle, TargetNeeds
-from specreg.nn.kv_specs import kv_specs
+from specreg.nn.kv_specs import kv_specs_from_config
 from specreg.plugin import SpeculatorSpec, hookimpl
 
 __all__ = ["specreg_speculators"]
@@ -21,7 +21,7 @@ CAPABILITIES = Capabilities(
 
 def target_needs(draft_config: Mapping[str, Any]) -> TargetNeeds:
     """It reads nothing of the target but its tokens, and keeps KV for each of its own layers."""
-    return TargetNeeds(kv_specs=kv_specs(draft_config) if draft_config else ())
+    return TargetNeeds(kv_specs=kv_specs_from_config(draft_config) if draft_config else ())
 
 
 @hookimpl

@@ -1,0 +1,71 @@
+"""Run a function on every rank of a gloo group, each rank a spawned process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from specreg.runtime.tensor_parallel import TensorParallel
+
+__all__ = ["run_ranks"]
+
+TIMEOUT_SECONDS = 120
+
+
+def run_ranks(num_ranks: int, function: Callable[[TensorParallel], Any]) -> list[Any]:
+    """`function(tp)` of every rank, in order; the first rank's traceback fails the test.
+
+    `function` lives at module level and returns something that can be pickled.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        receivers, processes = [], []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (function, rank, num_ranks, str(Path(folder, "store")), sender)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
+            process.start()
+            sender.close()
+            receivers.append(receiver)
+            processes.append(process)
+        results = [_receive(receiver) for receiver in receivers]
+        for process in processes:
+            process.join(TIMEOUT_SECONDS)
+    for rank, (is_ok, result) in enumerate(results):
+        assert is_ok, f"rank {rank}:\n{result}"
+    return [result for _, result in results]
+
+
+def _receive(receiver: Connection) -> tuple[bool, Any]:
+    if not receiver.poll(TIMEOUT_SECONDS):
+        return False, "no answer in time"
+    try:
+        answer: tuple[bool, Any] = receiver.recv()
+    except EOFError:
+        return False, "it died"
+    return answer
+
+
+def _rank(
+    function: Callable[[TensorParallel], Any],
+    rank: int,
+    num_ranks: int,
+    store_path: str,
+    sender: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    tp = TensorParallel(rank, num_ranks, store=dist.FileStore(store_path, num_ranks))
+    try:
+        sender.send((True, function(tp)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    finally:
+        tp.close()
