@@ -1,0 +1,1 @@
+"""Modules that targets and drafters share."""
