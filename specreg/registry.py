@@ -1,11 +1,11 @@
-"""What is installed: speculators, policy rules, samplers, watermarkers, and plugins that are broken."""
+"""What is installed: speculators, policy rules, samplers, watermarkers, and broken plugins."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from specreg.config import SpeculativeConfig
@@ -55,11 +55,11 @@ class Registry:
 
     @classmethod
     def from_plugins(cls, plugins: Iterable[object]) -> Registry:
-        """A registry of plugin objects that are not installed; each is a distribution of its own."""
+        """A registry of plugin objects that are not installed, each a distribution of its own."""
         sources = []
         for plugin in plugins:
             name = getattr(plugin, "__name__", type(plugin).__name__)
-            sources.append(PluginSource(name, name, name, "0", lambda plugin=plugin: plugin))
+            sources.append(PluginSource(name, name, name, "0", partial(_itself, plugin)))
         loaded, broken = load_plugins(sources)
         return cls(tuple(loaded), tuple(broken))
 
@@ -86,8 +86,8 @@ class Registry:
 
         Args:
             speculative: what was asked for.
-            draft_config: `config.json` of the draft checkpoint; None when it is unknown. Then the least
-                narrowed speculator of the method is taken.
+            draft_config: `config.json` of the draft checkpoint; None when it is unknown. Then the
+                least narrowed speculator of the method is taken.
 
         Raises:
             UnknownMethodError: nothing serves the method or the checkpoint.
@@ -138,6 +138,10 @@ class Registry:
                 ) from error
             results += ((plugin.source.distribution, result) for result in found)
         return results
+
+
+def _itself(plugin: object) -> object:
+    return plugin
 
 
 def _named(key: str, name: str, registered: Sequence[tuple[LoadedPlugin, _Factory]]) -> _Factory:

@@ -123,7 +123,7 @@ def _pinned(catalogue: Catalogue, plugin: str | None) -> Catalogue:
 
 
 def _named_method(catalogue: Catalogue, draft_config: DraftConfig | None) -> str | None:
-    """The algorithm that a `speculators` config names, when some speculator serves it by that name."""
+    """The algorithm of a `speculators` config, when some speculator serves it by that name."""
     part = (draft_config or {}).get("speculators_config")
     algorithm = part.get("algorithm") if isinstance(part, Mapping) else None
     served = {method for entry in catalogue.speculators for method in entry.spec.methods}
@@ -253,8 +253,8 @@ def _unserved_checkpoint(
     return UnknownMethodError(
         f"no installed speculator serves method {method!r} for this draft checkpoint",
         where="architectures and model_type of the draft config.json",
-        got=f"{sorted(architectures)}, {sorted(model_types)}; allowed: {sorted(allowed)}, or what a "
-        f"predicate of {', '.join(str(entry) for entry in serving)} accepts",
+        got=f"{sorted(architectures)}, {sorted(model_types)}; allowed: {sorted(allowed)}, or what "
+        f"a predicate of {', '.join(str(entry) for entry in serving)} accepts",
         fix="choose the method that the checkpoint was trained for, or install its plugin",
     )
 

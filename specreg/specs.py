@@ -234,6 +234,7 @@ class PolicyInputs:
         config: the configuration of the run; its `speculative` part is complete.
         spec: the selected speculator.
         distribution: where that came from.
+        options: its own options, validated; None when it has none.
         capabilities: its capabilities for `draft_config`.
         draft_config: the draft checkpoint's config; empty when unknown.
         watermarker: the configured draft watermarker; None when there is none.
@@ -244,6 +245,7 @@ class PolicyInputs:
     config: EngineConfig
     spec: SpeculatorSpec
     distribution: str
+    options: BaseModel | None
     capabilities: Capabilities
     draft_config: DraftConfig
     watermarker: DraftWatermarkerFactory | None = None
