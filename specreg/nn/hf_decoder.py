@@ -46,6 +46,7 @@ class HFDecoder:
         vocab_size, hidden_size, num_layers: sizes; head rows beyond `vocab_size` are dropped.
         dtype, device: of the weights.
         kv_specs: one a layer, in order: what the `KVView` given to `forward` must hold.
+        generation_config: the checkpoint's generation settings; None when it has none.
         max_model_len: longest request whose positions the model can encode; None when unlimited.
         head: the language-model head over the whole vocabulary.
         is_head_tied: whether `head` is the embedding's own memory.
@@ -61,6 +62,8 @@ class HFDecoder:
         structure = DecoderStructure.of(model)
         findings = probe(model, structure)
         self.config: Mapping[str, Any] = model.config.to_dict()
+        generation: Any = model.generation_config
+        self.generation_config: Mapping[str, Any] | None = generation and generation.to_dict()
         self.head = findings.head
         self.kv_specs: tuple[KVLayerSpec, ...] = findings.kv_specs
         self.vocab_size = self.head.num_rows
@@ -85,7 +88,7 @@ class HFDecoder:
         cls,
         path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         gguf_file: str | None = None,
     ) -> HFDecoder:
@@ -93,7 +96,7 @@ class HFDecoder:
 
         Args:
             path: directory with config.json and safetensors, or with `gguf_file`.
-            dtype: of the weights; None keeps the checkpoint's.
+            dtype: of the weights, or its name; "auto" keeps the checkpoint's.
             device: where the weights go.
             gguf_file: name of a GGUF file in `path` to read instead.
 
@@ -112,7 +115,7 @@ class HFDecoder:
         rows: KVRows,
         kv: KVView,
         *,
-        capture: Iterable[int] = (),
+        aux_layer_ids: Iterable[int] = (),
         pre_norm: bool = False,
     ) -> DecoderOutput:
         """Run packed tokens of any number of requests; their keys and values are written to `kv`.
@@ -123,13 +126,13 @@ class HFDecoder:
             input_ids: int64 `[num_tokens]`; anything on padding rows.
             rows: addresses of the tokens; `positions` are what the model's position encoding sees.
             kv: holds `kv_specs`.
-            capture: entry ids of the residual stream to return.
+            aux_layer_ids: entry ids of the residual stream to return.
             pre_norm: whether to return the stream before the final norm.
 
         Raises:
             TargetError: an entry that this model does not have.
         """
-        entries = set(capture)
+        entries = set(aux_layer_ids)
         if pre_norm:
             entries.add(self.num_layers)
         if entries:
@@ -146,7 +149,7 @@ class HFDecoder:
         return DecoderOutput(
             hidden=output.last_hidden_state[0],
             pre_norm=states[self.num_layers] if pre_norm else None,
-            aux={entry: states[entry] for entry in sorted(set(capture))},
+            aux={entry: states[entry] for entry in sorted(set(aux_layer_ids))},
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -156,6 +159,21 @@ class HFDecoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[n, vocab_size]` of `hidden [n, hidden_size]`, in the weights' dtype."""
         return self.head(hidden)
+
+    def keep_head_rows(self, start: int, end: int) -> None:
+        """Cut the head to vocabulary entries `start .. end-1`: `compute_logits` gives only those.
+
+        Frees the other rows, unless the head is the embedding's memory.
+        """
+        head = self.head.rows(start, end)
+        self.head = head if self.is_head_tied else head.clone()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, a tied head counted once."""
+        own = [] if self.is_head_tied else [self.head.weight]
+        bias = [] if self.head.bias is None else [self.head.bias]
+        return sum(p.nbytes for p in (*self._decoder.parameters(), *own, *bias))
 
     def _check_entries(self, entries: set[int]) -> None:
         if self._has_taps and entries <= set(range(self._num_entries)):
@@ -169,9 +187,7 @@ class HFDecoder:
         )
 
 
-def _from_pretrained(
-    path: str, dtype: torch.dtype | None, gguf_file: str | None
-) -> PreTrainedModel:
+def _from_pretrained(path: str, dtype: torch.dtype | str, gguf_file: str | None) -> PreTrainedModel:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -195,7 +211,7 @@ def _from_pretrained(
             )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=dtype or "auto",
+            dtype=dtype,
             use_safetensors=True,
             attn_implementation="eager",
             output_loading_info=True,

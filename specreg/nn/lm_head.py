@@ -40,6 +40,11 @@ class LMHead:
         bias = None if self.bias is None else self.bias[start:end]
         return replace(self, weight=self.weight[start:end], bias=bias)
 
+    def clone(self) -> LMHead:
+        """The same head in memory of its own."""
+        bias = None if self.bias is None else self.bias.clone()
+        return replace(self, weight=self.weight.clone(), bias=bias)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[n, rows]` of `hidden [n, hidden_size]`."""
         logits = F.linear(hidden, self.weight, self.bias)

@@ -81,35 +81,36 @@ class KVPool:
 
         An update at index 0 begins a new request: what the slot held before is forgotten.
         """
-        rows: list[int] = []
-        columns: list[int] = []
-        ids: list[int] = []
-        width = self.block_table.shape[1]
+        entries: dict[tuple[int, int], int] = {}
         for slot, first, blocks in updates:
-            entries = [1 + block for block in blocks]
             if first == 0:
-                entries += [0] * (width - len(entries))
-            rows += [slot] * len(entries)
-            columns += range(first, first + len(entries))
-            ids += entries
-        if ids:
-            host = torch.tensor([rows, columns, ids])
-            index = host.to(self.block_table.device, non_blocking=True)
-            self.block_table[index[0], index[1]] = index[2].int()
+                entries.update(((slot, column), 0) for column in range(self.block_table.shape[1]))
+            entries.update(((slot, first + i), 1 + block) for i, block in enumerate(blocks))
+        if entries:
+            host = torch.tensor([(slot, column, id) for (slot, column), id in entries.items()])
+            slots, columns, ids = host.to(self.block_table.device, non_blocking=True).unbind(1)
+            self.block_table[slots, columns] = ids.int()
 
-    def view(self, first_layer: int = 0, *, is_read_only: bool = False) -> PagedKVView:
-        """The layers from `first_layer` on, counted from 0 again."""
-        return PagedKVView(self, first_layer, is_read_only=is_read_only)
+    def view(
+        self, first_layer: int = 0, num_layers: int | None = None, *, is_read_only: bool = False
+    ) -> PagedKVView:
+        """`num_layers` layers (None: all) from `first_layer` on, counted from 0 again."""
+        end = len(self.layers) if num_layers is None else first_layer + num_layers
+        return PagedKVView(self, range(first_layer, end), is_read_only=is_read_only)
 
 
 class PagedKVView:
-    """A `KVView` of the pool's layers from `first_layer` on. Shares the pool's memory."""
+    """A `KVView` of some layers of a pool, whose memory it shares."""
 
-    def __init__(self, pool: KVPool, first_layer: int = 0, *, is_read_only: bool = False) -> None:
-        self._keys = pool.keys[first_layer:]
-        self._values = pool.values[first_layer:]
-        self._block_table = pool.block_table
+    def __init__(self, pool: KVPool, layers: range, *, is_read_only: bool = False) -> None:
+        self._pool = pool
+        self._layers = layers
         self._is_read_only = is_read_only
+
+    def layer(self, layer: int, *, is_read_only: bool = False) -> PagedKVView:
+        """A view of one layer, which is its layer 0."""
+        one = self._layers[layer : layer + 1]
+        return PagedKVView(self._pool, one, is_read_only=is_read_only or self._is_read_only)
 
     def write(self, layer: int, rows: KVRows, key: Tensor, value: Tensor) -> None:
         """See `KVView.write`. Raises `PluginError` on a read-only view."""
@@ -120,10 +121,11 @@ class PagedKVView:
                 got="a write through a read-only view; allowed: attend",
                 fix="declare the speculator's own layers in TargetNeeds.kv_specs and write there",
             )
+        index = self._layers[layer]
         write_kv(
-            self._keys[layer],
-            self._values[layer],
-            self._block_table,
+            self._pool.keys[index],
+            self._pool.values[index],
+            self._pool.block_table,
             rows.slots,
             rows.positions,
             key,
@@ -142,11 +144,12 @@ class PagedKVView:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `KVView.attend`."""
+        index = self._layers[layer]
         return paged_attention(
             query,
-            self._keys[layer],
-            self._values[layer],
-            self._block_table,
+            self._pool.keys[index],
+            self._pool.values[index],
+            self._pool.block_table,
             rows.slots,
             rows.positions,
             rows.kv_lens,
