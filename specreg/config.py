@@ -331,8 +331,16 @@ class EngineConfig(_Config):
         return self
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a configuration file: `.yaml`, `.yml`, `.toml` or `.json`. Raises `ConfigError`."""
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+        """Read a configuration file.
+
+        Args:
+            path: a `.yaml`, `.yml`, `.toml` or `.json` file.
+            overrides: values that replace those of the file; None leaves a key as it is.
+
+        Raises:
+            ConfigError: the file cannot be read, or what it says cannot be honoured.
+        """
         path = Path(path)
         readers: dict[str, Callable[[str], Any]] = {
             ".yaml": yaml.safe_load,
@@ -356,4 +364,5 @@ class EngineConfig(_Config):
                 got=f"{type(error).__name__}: {error}",
                 fix=f"check that the file exists and is valid {path.suffix[1:].upper()}",
             ) from error
-        return cls.model_validate({} if data is None else data)
+        merged = cls._prepare(_normalised({} if data is None else data, str(path)))
+        return cls.model_validate(merged | cls._prepare(dict(overrides or {})))

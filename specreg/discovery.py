@@ -276,6 +276,8 @@ def _call(
                 got=f"{spec.api_version}; allowed: 1 to {API_VERSION}",
                 fix="upgrade specreg, or install an older release of the plugin",
             )
+        spec.capabilities_for({})
+        spec.needs_for({})
     rejection_samplers = _collect(manager, "specreg_rejection_samplers", RejectionSamplerFactory)
     watermarkers = _collect(manager, "specreg_draft_watermarkers", DraftWatermarkerFactory)
     for items in (specs, rejection_samplers, watermarkers):

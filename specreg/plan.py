@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.memory import GIB, CacheSize
@@ -80,6 +81,25 @@ class DraftLogitsPlan:
     def failed_verdicts(self) -> tuple[Verdict, ...]:
         """Verdicts of the rules that do not hold."""
         return tuple(verdict for verdict in self.verdicts if verdict.passed is False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON takes it."""
+        return {
+            "method": self.method,
+            "speculator": self.speculator,
+            "distribution": self.distribution,
+            "num_shards": self.num_shards,
+            "rows_per_rank": self.rows_per_rank,
+            "layout": self.layout.value if self.layout else None,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "bytes_per_rank": self.bytes_per_rank,
+            "side_bytes_per_rank": self.side_bytes_per_rank,
+            "replicated_bytes_per_rank": self.replicated_bytes_per_rank,
+            "freed_bytes_per_rank": self.freed_bytes_per_rank,
+            "provisional": self.provisional,
+            "verdicts": [verdict._asdict() for verdict in self.verdicts],
+        }
 
     def explain(self) -> str:
         """The plan in words: a line a rule, then what is allocated and what it could have been."""

@@ -261,7 +261,7 @@ def _choose_layout(
     raise PolicyError(
         f"the draft-logits layout {wanted!r} is not possible",
         where="config.draft_logits_layout",
-        got=f"{wanted!r}; possible: {names} (speculator {inputs.spec.name} writes {writes or 'none'}"
-        f", the rejection sampler reads {reads or 'none'})",
-        fix="name a possible one, or 'auto'" if possible else "choose another rejection sampler",
+        got=f"{wanted!r}; possible: {names} (speculator {inputs.spec.name} writes "
+        f"{writes or 'none'}, the rejection sampler reads {reads or 'none'})",
+        fix="name a possible one, or 'auto'" if possible else "choose another sampler",
     )
