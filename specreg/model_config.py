@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,9 @@ def read_model_config(model: str | None) -> Mapping[str, Any] | None:
     """
     if not model:
         return None
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        return _read_json(path)
+    path = os.path.join(model, "config.json") if os.path.isdir(model) else model
+    if os.path.isfile(path):
+        return _read_json(Path(path))
     known = KNOWN_MODELS.get(model)
     return None if known is None else known.config
 

