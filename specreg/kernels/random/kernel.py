@@ -23,12 +23,12 @@ STREAM_TARGET = tl.constexpr(reference.STREAM_TARGET)
 
 
 @triton.jit
-def random_words(seed, position, step, STREAM: tl.constexpr, token=0):
+def random_words(seed, position, step, stream, token=0):
     """Four uint32 words; `seed` is int64, the rest any integers that fit their counter word."""
     return tl.philox(
         seed,
         tl.to_tensor(position).to(tl.uint32),
-        (step | (STREAM << 16)).to(tl.uint32),
+        (step | (stream << 16)).to(tl.uint32),
         tl.to_tensor(token).to(tl.uint32),
         tl.full((), 0, tl.uint32),
     )
