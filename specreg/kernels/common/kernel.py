@@ -8,10 +8,21 @@ import triton.language as tl
 
 from specreg.kernels.common import reference
 
-__all__ = ["LOGIT_MAX", "UNIT_BITS", "clean_logits", "draw_index", "owned_row", "point", "to_units"]
+__all__ = [
+    "LOGIT_MAX",
+    "SUM_BITS",
+    "UNIT_BITS",
+    "clean_logits",
+    "draw_index",
+    "owned_row",
+    "point",
+    "sum_weights",
+    "to_units",
+]
 
 LOGIT_MAX = tl.constexpr(reference.LOGIT_MAX)
 UNIT_BITS = tl.constexpr(reference.UNIT_BITS)
+SUM_BITS = tl.constexpr(reference.SUM_BITS)
 
 
 @triton.jit
@@ -31,7 +42,19 @@ def owned_row(req_state_idx, NUM_SHARDS: tl.constexpr, shard_idx):
 def clean_logits(logits):
     """fp32 logits as every draw reads them: NaN is -inf, and nothing exceeds `LOGIT_MAX`."""
     logits = logits.to(tl.float32)
-    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), LOGIT_MAX)
+    return tl.minimum(tl.where(logits == logits, logits, float("-inf")), LOGIT_MAX)
+
+
+@triton.jit
+def sum_weights(weights, axis: tl.constexpr):
+    """int32 sum of at most 512 fp32 `weights` in [0, 1], each rounded to a multiple of 2^-21.
+
+    Adding 4 aligns the mantissa of a weight so that its last bit is worth 2^-21: one addition
+    rounds to nearest, and the bits above those of 4 are the weight in fixed point. Integer sums are
+    exact, so no reduction order can show in a token.
+    """
+    fixed = (weights + 4.0).to(tl.int32, bitcast=True) - 0x40800000
+    return tl.sum(fixed, axis)
 
 
 @triton.jit

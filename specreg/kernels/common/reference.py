@@ -7,12 +7,14 @@ from torch import Tensor
 
 __all__ = [
     "LOGIT_MAX",
+    "SUM_BITS",
     "UNIT_BITS",
     "clean_logits_reference",
     "draw_index_reference",
     "owned_row_reference",
     "owner_reference",
     "point_reference",
+    "sum_weights_reference",
     "to_units_reference",
 ]
 
@@ -20,6 +22,7 @@ LOGIT_MAX = (
     2.0**100
 )  # larger logits count as this, so +inf has a defined softmax at any temperature
 UNIT_BITS = 30  # the largest weight of a draw is 2^30 units
+SUM_BITS = 21  # sums over blocks count multiples of 2^-21
 
 _LOW_BITS = 31
 _UNIFORM_BITS = 24  # u = (2 * (word >> 9) + 1) / 2^24
@@ -46,8 +49,17 @@ def owned_row_reference(req_state_idx: Tensor, num_shards: int, shard_idx: int |
 
 def clean_logits_reference(logits: Tensor) -> Tensor:
     """fp32 logits as every draw reads them: NaN is -inf, and nothing exceeds `LOGIT_MAX`."""
-    logits = logits.float()
-    return torch.where(logits.isnan(), -torch.inf, logits).clamp_(max=LOGIT_MAX)
+    logits = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=LOGIT_MAX, neginf=-torch.inf)
+    return logits.clamp_(max=LOGIT_MAX)
+
+
+def sum_weights_reference(weights: Tensor) -> Tensor:
+    """int32 sum over the last axis of at most 512 fp32 `weights` in [0, 1], in multiples of 2^-21.
+
+    Each weight is rounded to the nearest multiple first (ties to even), so the sum is exact and
+    does not depend on the order of the reduction. Overwrites `weights`.
+    """
+    return weights.mul_(2.0**SUM_BITS).round_().int().sum(-1, dtype=torch.int32)
 
 
 def to_units_reference(weights: Tensor, peak: Tensor) -> Tensor:
@@ -75,4 +87,5 @@ def draw_index_reference(units: Tensor, words: Tensor) -> Tensor:
     """
     cumulative = units.cumsum(-1)
     point = point_reference(cumulative[..., -1], words)
-    return (cumulative <= point.unsqueeze(-1)).sum(-1)
+    index: Tensor = (cumulative <= point.unsqueeze(-1)).sum(-1)
+    return index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -10,7 +11,6 @@ __all__ = [
     "STREAM_DRAFT",
     "STREAM_RESIDUAL",
     "STREAM_TARGET",
-    "Words",
     "philox4x32_reference",
     "random_words_reference",
     "uniform_reference",
@@ -22,42 +22,37 @@ STREAM_RESIDUAL = 2  # the token in place of a rejected draft
 STREAM_BONUS = 3  # the token after K accepted drafts
 STREAM_TARGET = 4  # a plain draw from the target
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
-
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
 
 
-def philox4x32_reference(
-    key: tuple[Tensor, Tensor], counter: tuple[Tensor | int, Tensor | int, Tensor | int, int]
-) -> Words:
-    """Ten rounds of Philox4x32 for words that broadcast against each other.
+def philox4x32_reference(key: Tensor, counter: Tensor) -> Tensor:
+    """Ten rounds of Philox4x32.
 
     Args:
-        key: two int64 tensors of uint32 values, low word first.
-        counter: four words, tensors of uint32 values in int64 or plain integers.
+        key: int64 `[2, ...]` of uint32 values, low word first.
+        counter: int64 `[4, ...]` of uint32 values.
 
     Returns:
-        Four int64 tensors of uint32 values.
+        int64 `[4, ...]` of uint32 values.
     """
-    k0, k1 = key
-    c0, c1, c2, c3 = counter
+    ones = (1,) * (counter.ndim - 1)
+    multipliers = counter.new_tensor(_MULTIPLIERS).view(2, *ones)
+    weyl = counter.new_tensor(_WEYL).view(2, *ones)
+    even, odd = counter[0::2], counter[1::2]
     for _ in range(_NUM_ROUNDS):
         # The product needs 64 unsigned bits; int64 wraps to the same pattern.
-        product0 = (k0 * 0 + c0) * _MULTIPLIERS[0]
-        product1 = (k0 * 0 + c2) * _MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((product0 >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = product1 & _MASK, product0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+        product = (even * multipliers).flip(0)
+        even, odd = ((product >> 32) ^ odd ^ key) & _MASK, product & _MASK
+        key = (key + weyl) & _MASK
+    return torch.stack((even, odd), 1).flatten(0, 1)
 
 
 def random_words_reference(
     seeds: Tensor, positions: Tensor, steps: Tensor | int, stream: int, tokens: Tensor | int = 0
-) -> Words:
+) -> Tensor:
     """Four random words for each (seed, position, step, token) of one stream.
 
     Args:
@@ -68,10 +63,13 @@ def random_words_reference(
         tokens: int64 token ids where each token has a draw of its own; 0 otherwise.
 
     Returns:
-        Four int64 tensors of uint32 values, of the arguments' broadcast shape.
+        int64 `[4, ...]` of uint32 values, over the broadcast shape of the arguments.
     """
-    key = (seeds & _MASK, (seeds >> 32) & _MASK)
-    return philox4x32_reference(key, (positions, steps | (stream << 16), tokens, 0))
+    zero = (seeds + positions + steps + tokens) * 0
+    seeds = seeds + zero
+    key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))
+    counter = (zero + positions, zero + (steps | (stream << 16)), zero + tokens, zero)
+    return philox4x32_reference(key, torch.stack(counter))
 
 
 def uniform_reference(words: Tensor) -> Tensor:
