@@ -92,15 +92,17 @@ class KVLayerSpec:
 
     Attributes:
         num_kv_heads: key/value heads.
-        head_dim: elements a head.
+        head_dim: elements a head of the keys.
         dtype: element type by name, such as `"bfloat16"`; None means the run's dtype.
         sliding_window: keys visible to a query, itself included; None means all.
+        value_head_dim: elements a head of the values; None means `head_dim`.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: str | None = None
     sliding_window: int | None = None
+    value_head_dim: int | None = None
 
 
 @dataclass(frozen=True)

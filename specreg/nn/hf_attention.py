@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,10 @@ class AttentionCall:
 
 @dataclass
 class DecoderStep:
-    """One forward's addresses, carried to every attention layer as the keyword `specreg_step`.
+    """One forward's addresses.
+
+    They reach the attention layers through a context variable: not every model hands unknown
+    keyword arguments down to them.
 
     Attributes:
         rows: addresses of the packed tokens.
@@ -48,6 +53,18 @@ class DecoderStep:
     layers: Mapping[nn.Module, int]
     calls: list[AttentionCall] | None = None
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Attention layers called inside read and write this step's keys and values."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[DecoderStep] = ContextVar("specreg_decoder_step")
+
 
 def attend(
     module: nn.Module,
@@ -56,7 +73,6 @@ def attend(
     value: Tensor,
     attention_mask: Any = None,
     *,
-    specreg_step: DecoderStep,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -67,14 +83,14 @@ def attend(
 
     Args:
         query: `[1, num_heads, num_tokens, head_dim]`.
-        key, value: `[1, num_kv_heads, num_tokens, head_dim]`.
+        key, value: `[1, num_kv_heads, num_tokens, head_dim]`; heads of values may be narrower.
         attention_mask: not used; visibility follows from the addresses.
         options: whatever else a model passes; looked at only while probing.
 
     Returns:
-        `[1, num_tokens, num_heads, head_dim]` and no weights.
+        `[1, num_tokens, num_heads, value_head_dim]` and no weights.
     """
-    step = specreg_step
+    step = _current.get()
     if step.calls is not None:
         step.calls.append(
             AttentionCall(

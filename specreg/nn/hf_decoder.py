@@ -139,12 +139,12 @@ class HFDecoder:
             self._check_entries(entries)
         self._taps.arm(entries)
         is_live = rows.slots >= 0
-        output = self._decoder(
-            input_ids=torch.where(is_live, input_ids, 0)[None],
-            position_ids=torch.where(is_live, rows.positions, 0)[None],
-            use_cache=False,
-            specreg_step=DecoderStep(rows, kv, self._layer_of),
-        )
+        with DecoderStep(rows, kv, self._layer_of).running():
+            output = self._decoder(
+                input_ids=torch.where(is_live, input_ids, 0)[None],
+                position_ids=torch.where(is_live, rows.positions, 0)[None],
+                use_cache=False,
+            )
         states = {entry: state[0] for entry, state in self._taps.take().items()}
         return DecoderOutput(
             hidden=output.last_hidden_state[0],

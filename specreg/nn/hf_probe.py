@@ -77,8 +77,7 @@ def probe(model: PreTrainedModel, structure: DecoderStructure) -> ProbeFindings:
             "the model cannot run packed requests",
             where=f"{type(model).__name__}, load-time probe",
             got=f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}; allowed: "
-            "a forward from input_ids and position_ids whose layers pass keyword arguments on to "
-            "the attention function",
+            "a forward from input_ids and position_ids through the registered attention function",
             fix="use a model that follows transformers' attention interface",
         ) from error
 
@@ -139,12 +138,10 @@ def _run(
     structure: DecoderStructure, ids: Tensor, step: DecoderStep, taps: ResidualTaps
 ) -> list[Tensor]:
     """Input of every layer, then the final states."""
-    output = structure.decoder(
-        input_ids=ids[None],
-        position_ids=step.rows.positions[None],
-        use_cache=False,
-        specreg_step=step,
-    )
+    with step.running():
+        output = structure.decoder(
+            input_ids=ids[None], position_ids=step.rows.positions[None], use_cache=False
+        )
     return [*taps.take().values(), output.last_hidden_state]
 
 
@@ -167,19 +164,19 @@ def _check_calls(
     for call in sorted(calls, key=lambda call: structure.layer_of[call.module]):
         if call.unknown:
             raise _unlike_causal(structure, call, f"options {', '.join(call.unknown)}")
-        if call.value_head_dim != call.head_dim:
-            raise _unlike_causal(
-                structure,
-                call,
-                f"keys of {call.head_dim} elements a head with values of {call.value_head_dim}",
-            )
         rule = getattr(call.mask, "specreg_rule", None)
         if rule is not None and not _is_causal_window(rule, call.sliding_window):
             raise _unlike_causal(
                 structure, call, f"a mask unlike its sliding_window {call.sliding_window}"
             )
+        value_head_dim = call.value_head_dim if call.value_head_dim != call.head_dim else None
         specs.append(
-            KVLayerSpec(call.num_kv_heads, call.head_dim, sliding_window=call.sliding_window)
+            KVLayerSpec(
+                call.num_kv_heads,
+                call.head_dim,
+                sliding_window=call.sliding_window,
+                value_head_dim=value_head_dim,
+            )
         )
     return tuple(specs)
 
@@ -200,8 +197,7 @@ def _unlike_causal(structure: DecoderStructure, call: AttentionCall, got: str) -
     return TargetError(
         "a layer's attention is not one that paged keys and values serve",
         where=f"{name} ({type(call.module).__name__})",
-        got=f"{got}; allowed: causal attention over equal key and value heads, with a sliding "
-        "window, a soft cap and sinks",
+        got=f"{got}; allowed: causal attention, with a sliding window, a soft cap and sinks",
         fix="use a model without this kind of attention",
     )
 
@@ -244,9 +240,17 @@ def _run_own(
         for handle in handles:
             handle.remove()
     last = outputs[structure.decoder].last_hidden_state
-    norm = next((m for m in reversed(watched[1:]) if outputs.get(m) is last), None)
+    norm = next((m for m in reversed(watched[1:]) if _is_same_memory(outputs.get(m), last)), None)
     states = [*taps.take().values(), last]
     return _OwnRun([_packed(state) for state in states], logits.flatten(0, 1), norm)
+
+
+def _is_same_memory(output: Any, state: Tensor) -> bool:
+    return (
+        isinstance(output, Tensor)
+        and output.data_ptr() == state.data_ptr()
+        and output.numel() == state.numel()
+    )
 
 
 def _packed(state: Tensor) -> Tensor:

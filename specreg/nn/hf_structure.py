@@ -46,10 +46,12 @@ class DecoderStructure:
             TargetError: naming the layer or module.
         """
         config = model.config.get_text_config()
-        decoder: nn.Module = cast(Any, model).get_decoder()
         names = {module: name for name, module in model.named_modules()}
-        layers = _find_layers(decoder, config.num_hidden_layers)
-        if layers is None:
+        for decoder in (cast(Any, model).get_decoder(), model.base_model):
+            layers = _find_layers(decoder, config.num_hidden_layers)
+            if layers is not None:
+                break
+        else:
             raise TargetError(
                 "the decoder layers cannot be found",
                 where=f"{type(decoder).__name__} ({names.get(decoder, '')})",

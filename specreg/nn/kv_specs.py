@@ -37,9 +37,13 @@ def kv_specs_from_config(config: Mapping[str, Any]) -> tuple[KVLayerSpec, ...]:
     num_layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     num_heads = _number(text, "num_attention_heads", "n_head", "num_heads")
     num_kv_heads = text.get("num_key_value_heads") or num_heads
-    head_dim = (
-        text.get("head_dim") or _number(text, "hidden_size", "n_embd", "d_model") // num_heads
-    )
+    head_dim = text.get("head_dim")
+    if not head_dim:
+        head_dim = _number(text, "hidden_size", "n_embd", "d_model") // num_heads
+    value_head_dim = text.get("v_head_dim")
+    if text.get("kv_lora_rank"):  # latent attention, run over its expanded keys and values
+        num_kv_heads = num_heads
+        head_dim = _number(text, "qk_nope_head_dim") + _number(text, "qk_rope_head_dim")
     overrides = text.get("per_layer_config") or {}
     specs = []
     for layer, kind in enumerate(_layer_types(text, num_layers)):
@@ -48,11 +52,13 @@ def kv_specs_from_config(config: Mapping[str, Any]) -> tuple[KVLayerSpec, ...]:
             own.setdefault("head_dim", text.get("global_head_dim") or head_dim)
             if text.get("attention_k_eq_v"):
                 own.setdefault("num_key_value_heads", text.get("num_global_key_value_heads"))
+        own_dim = own.get("head_dim") or head_dim
         specs.append(
             KVLayerSpec(
                 num_kv_heads=own.get("num_key_value_heads") or num_kv_heads,
-                head_dim=own.get("head_dim") or head_dim,
+                head_dim=own_dim,
                 sliding_window=text.get("sliding_window") if kind == "sliding_attention" else None,
+                value_head_dim=value_head_dim if value_head_dim != own_dim else None,
             )
         )
     return tuple(specs)

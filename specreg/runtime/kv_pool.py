@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class KVPool:
         device: where the pool lives.
 
     Attributes:
-        keys, values: a layer each, `[1 + num_blocks, block_size, num_kv_heads, head_dim]`.
+        keys, values: a layer each, `[1 + num_blocks, block_size, num_kv_heads, head_dim]`, the
+            values of `value_head_dim`.
         block_table: int32 `[max_num_seqs, cdiv(max_model_len, block_size)]` on the device; 0
             where the slot has no block.
     """
@@ -55,10 +57,11 @@ class KVPool:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in layers:
-            shape = (1 + num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+            shape = (1 + num_blocks, block_size, layer.num_kv_heads)
+            kind: Any = {"dtype": _dtype(layer, dtype), "device": device}
             # Zeros, not garbage: what a mask hides still meets a weight of 0, and 0 * NaN is NaN.
-            self.keys.append(torch.zeros(shape, dtype=_dtype(layer, dtype), device=device))
-            self.values.append(torch.zeros(shape, dtype=_dtype(layer, dtype), device=device))
+            self.keys.append(torch.zeros(*shape, layer.head_dim, **kind))
+            self.values.append(torch.zeros(*shape, layer.value_head_dim or layer.head_dim, **kind))
         self.block_table = torch.zeros(
             max_num_seqs, cdiv(max_model_len, block_size), dtype=torch.int32, device=device
         )
@@ -67,7 +70,10 @@ class KVPool:
     def block_bytes(layers: Iterable[KVLayerSpec], block_size: int, dtype: torch.dtype) -> int:
         """Bytes that one block takes over all `layers`, keys and values together."""
         return sum(
-            2 * block_size * layer.num_kv_heads * layer.head_dim * _dtype(layer, dtype).itemsize
+            block_size
+            * layer.num_kv_heads
+            * (layer.head_dim + (layer.value_head_dim or layer.head_dim))
+            * _dtype(layer, dtype).itemsize
             for layer in layers
         )
 
