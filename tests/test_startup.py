@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "triton", "transformers", "safetensors", "numpy")
+LIGHT = (
+    "specreg",
+    "specreg.errors",
+    "specreg.ownership",
+    "specreg.capabilities",
+    "specreg.config",
+    "specreg.memory",
+    "specreg.plugin",
+    "specreg.registry",
+    "specreg.policy",
+    "specreg.cli",
+    "specreg.runtime.models",
+)
+
+
+def run(source: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_importing_the_light_modules_brings_no_framework(module):
+    found = run(f"import sys, {module}; print([n for n in {HEAVY} if n in sys.modules])")
+    assert found.stdout.strip() == "[]"
+
+
+def test_listing_plugins_and_resolving_a_plan_bring_no_framework():
+    source = f"""
+import sys
+from specreg.config import EngineConfig
+from specreg.policy import resolve
+from specreg.registry import get_registry
+method = get_registry().speculators[0].spec.methods[0]
+speculative = {{"method": method, "model": "absent", "num_speculative_tokens": 3}}
+resolve(EngineConfig.parse({{"speculative_config": speculative}}))
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+    assert run(source).stdout.strip() == "[]"
+
+
+def test_the_list_command_answers_in_well_under_half_a_second():
+    def seconds() -> float:
+        start = time.perf_counter()
+        run("from specreg.cli import main; main(['list'])")
+        return time.perf_counter() - start
+
+    # The best of a few: the machine that runs the tests does other things too.
+    assert min(seconds() for _ in range(4)) < 0.5
+
+
+def test_the_command_line_is_installed_as_a_console_script():
+    found = run("import sys; from specreg.cli import main; main(['--help'])").stdout
+    assert all(command in found for command in ("generate", "list", "plan"))
