@@ -51,7 +51,11 @@ def philox4x32_reference(key: Tensor, counter: Tensor) -> Tensor:
 
 
 def random_words_reference(
-    seeds: Tensor, positions: Tensor, steps: Tensor | int, stream: int, tokens: Tensor | int = 0
+    seeds: Tensor,
+    positions: Tensor,
+    steps: Tensor | int,
+    stream: Tensor | int,
+    tokens: Tensor | int = 0,
 ) -> Tensor:
     """Four random words for each (seed, position, step, token) of one stream.
 
@@ -59,13 +63,13 @@ def random_words_reference(
         seeds: int64, any value.
         positions: int64, position of the token being decided, below 2^31.
         steps: int64, index of the token in its round, below 2^16.
-        stream: one of the `STREAM_*` constants.
+        stream: one of the `STREAM_*` constants, or a tensor of them.
         tokens: int64 token ids where each token has a draw of its own; 0 otherwise.
 
     Returns:
         int64 `[4, ...]` of uint32 values, over the broadcast shape of the arguments.
     """
-    zero = (seeds + positions + steps + tokens) * 0
+    zero = (seeds + positions + steps + stream + tokens) * 0
     seeds = seeds + zero
     key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))
     counter = (zero + positions, zero + (steps | (stream << 16)), zero + tokens, zero)
