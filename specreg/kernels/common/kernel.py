@@ -22,6 +22,7 @@ __all__ = [
 
 LOGIT_MAX = tl.constexpr(reference.LOGIT_MAX)
 UNIT_BITS = tl.constexpr(reference.UNIT_BITS)
+UNITS = tl.constexpr(2.0**reference.UNIT_BITS)
 SUM_BITS = tl.constexpr(reference.SUM_BITS)
 
 
@@ -61,7 +62,7 @@ def sum_weights(weights, axis: tl.constexpr):
 def to_units(weights, peak):
     """int64 units of fp32 `weights` in [0, peak]: 2^30 for `peak`, all 0 where that is 0."""
     share = tl.where(peak > 0.0, tl.div_rn(weights, tl.where(peak > 0.0, peak, 1.0)), 0.0)
-    return (share * (1 << UNIT_BITS)).to(tl.int64)
+    return (share * UNITS).to(tl.int64)
 
 
 @triton.jit
