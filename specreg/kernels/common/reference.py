@@ -24,9 +24,6 @@ LOGIT_MAX = (
 UNIT_BITS = 30  # the largest weight of a draw is 2^30 units
 SUM_BITS = 21  # sums over blocks count multiples of 2^-21
 
-_LOW_BITS = 31
-_UNIFORM_BITS = 24  # u = (2 * (word >> 9) + 1) / 2^24
-
 
 def owner_reference(req_state_idx: Tensor, num_shards: int) -> Tensor:
     """Rank that owns each request of int64 `req_state_idx`; -1 for padding rows."""
@@ -71,8 +68,8 @@ def to_units_reference(weights: Tensor, peak: Tensor) -> Tensor:
 def point_reference(total: Tensor, words: Tensor) -> Tensor:
     """`floor(total * u)` exactly, in [0, total), for int64 `total` below 2^62 and u in (0, 1)."""
     odd = ((words >> 9) << 1) | 1
-    high, low = total >> _LOW_BITS, total & (2**_LOW_BITS - 1)
-    return ((high * odd) << (_LOW_BITS - _UNIFORM_BITS)) + ((low * odd) >> _UNIFORM_BITS)
+    high, low = total >> 31, total & 0x7FFFFFFF
+    return ((high * odd) << 7) + ((low * odd) >> 24)
 
 
 def draw_index_reference(units: Tensor, words: Tensor) -> Tensor:
@@ -87,5 +84,4 @@ def draw_index_reference(units: Tensor, words: Tensor) -> Tensor:
     """
     cumulative = units.cumsum(-1)
     point = point_reference(cumulative[..., -1], words)
-    index: Tensor = (cumulative <= point.unsqueeze(-1)).sum(-1)
-    return index
+    return (cumulative <= point.unsqueeze(-1)).sum(-1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specreg.kernels.common import view
 from specreg.kernels.common.args import cache_args
 from specreg.kernels.common.kernel import (
+    LOGIT_MAX,
     SUM_BITS,
     UNIT_BITS,
     clean_logits,
@@ -97,6 +98,11 @@ def _temperature(batch, req):
 
 
 @triton.jit
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def draft_sample_blocks_kernel(
     blocks,
     cache,
@@ -128,9 +134,14 @@ def draft_sample_blocks_kernel(
 
     at = token * blocks.num_blocks + block
     live = block < blocks.num_blocks
-    tl.store(blocks.num_nans + at, tl.sum((x != x).to(tl.int32), 1), mask=live)
-    x = clean_logits(x)
-    peak = tl.max(x, 1)
+    x = x.to(tl.float32)
+    peak = tl.reduce(x, 1, _larger_or_nan)
+    num_nans = tl.zeros_like(block)
+    if tl.min((peak <= LOGIT_MAX).to(tl.int32), 0) == 0:  # rare: a NaN or +inf is there
+        num_nans = tl.sum((x != x).to(tl.int32), 1)
+        x = clean_logits(x)
+        peak = tl.max(x, 1)
+    tl.store(blocks.num_nans + at, num_nans, mask=live)
     tl.store(blocks.peak + at, peak, mask=live)
     if batch.temperature is not None:
         _, _, scale = _temperature(batch, req)

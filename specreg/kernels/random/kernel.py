@@ -24,13 +24,15 @@ STREAM_TARGET = tl.constexpr(reference.STREAM_TARGET)
 
 @triton.jit
 def random_words(seed, position, step, stream, token=0):
-    """Four uint32 words; `seed` is int64, the rest any integers that fit their counter word."""
+    """Four uint32 words for one or more draws.
+
+    `seed` is int64; the other values are integers of any type that fit their counter word.
+    `position` and `step` are tensors (a scalar loaded from memory is one).
+    """
+    word = position.to(tl.uint32)
+    zero = word * 0
     return tl.philox(
-        seed,
-        tl.to_tensor(position).to(tl.uint32),
-        (step | (stream << 16)).to(tl.uint32),
-        tl.to_tensor(token).to(tl.uint32),
-        tl.full((), 0, tl.uint32),
+        seed, word, (step | (stream << 16)).to(tl.uint32), (zero + token).to(tl.uint32), zero
     )
 
 

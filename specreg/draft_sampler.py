@@ -1,0 +1,181 @@
+"""The one door through which drafts are sampled and their logits stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
+from specreg.errors import InternalError, TensorError
+from specreg.kernels.draft_sample.op import draft_sample
+from specreg.kernels.random import random_words_reference
+
+__all__ = ["DraftSampler"]
+
+_HASH_SEED = 0x5EED
+
+
+class DraftSampler:
+    """Samples a proposal's draft tokens; owns cache, shard, statistics and greedy mode.
+
+    The host makes one a run, calls `begin` before each proposal and reads `num_nans` and
+    `proposal_hash`; a speculator only calls `sample`. Nothing synchronises with the host on a GPU.
+
+    Args:
+        cache: where the owned rows go; None stores nothing, and drafts are verified as one-hot.
+        vocab_size: columns of the target's vocabulary.
+        max_num_seqs: slots.
+        num_speculative_tokens: K, the steps of a proposal.
+        device: of logits and maps.
+        greedy: take the argmax whatever the temperature; goes with no cache.
+        target_ids: int64 `[num_draft_columns]`, target id of each column of a reduced draft head.
+
+    Raises:
+        InternalError: `greedy` with a cache.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: DraftLogitsCache | None,
+        vocab_size: int,
+        max_num_seqs: int,
+        num_speculative_tokens: int,
+        device: torch.device | str,
+        greedy: bool,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        if greedy and cache is not None:
+            raise InternalError(
+                "greedy drafts have no distribution to store",
+                where="DraftSampler(greedy, cache)",
+                got="greedy=True with a cache; allowed: one of them",
+                fix="allocate no cache for draft_sample_method greedy",
+            )
+        self.cache = cache
+        self.vocab_size = vocab_size
+        self.num_speculative_tokens = num_speculative_tokens
+        self.greedy = greedy
+        self.target_ids = target_ids
+        self._view: DraftLogitsView | None = None if cache is None else cache.view()
+        self._num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._hash_weights = _odd_words(max_num_seqs * num_speculative_tokens).to(device)
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._temperature = torch.zeros(max_num_seqs, device=device)
+        self._seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    @property
+    def num_nans(self) -> Tensor:
+        """int32 `[max_num_seqs]` by slot: draft rows with a NaN, or without a logit above -inf.
+
+        Counted since the host last cleared it; aliases the sampler's counter.
+        """
+        return self._num_nans
+
+    def begin(
+        self, idx_mapping: Tensor, sample_idx_mapping: Tensor, temperature: Tensor, seeds: Tensor
+    ) -> None:
+        """Start a proposal: empty the cells of its requests and bind its maps.
+
+        Keeps references: `sample` reads what the tensors hold when it runs, so a host that replays
+            a CUDA
+        graph passes buffers of fixed address.
+
+        Args:
+            idx_mapping: int64 `[num_reqs]`, requests of the batch; -1 marks a padding row.
+            sample_idx_mapping: the same, but -1 where a request samples nothing in this proposal.
+            temperature: fp32 `[max_num_seqs]` by slot; exactly 0 means argmax.
+            seeds: int64 `[max_num_seqs]` by slot.
+
+        Raises:
+            TensorError: `idx_mapping` is not int64 on the cache's device.
+        """
+        if self.cache is not None:
+            self.cache.begin(idx_mapping)
+        self._slots, self._temperature, self._seeds = sample_idx_mapping, temperature, seeds
+
+    def sample(self, logits: Tensor, step: int | Tensor, positions: Tensor) -> Tensor:
+        """Draw one draft token from each row of logits, and store the rows that this rank owns.
+
+        Args:
+            logits: `[num_reqs, width]` for one step of every request, or `[num_reqs * m, width]`
+                with the m rows of a request together; floating point.
+            step: index of the rows' tokens in the proposal, or int64 of one a row.
+            positions: int64, one a row: position of the token being drafted.
+
+        Returns:
+            int64, one a row: target ids; -1 where the request samples nothing.
+
+        Raises:
+            TensorError: rows that are no multiple of the bound requests, a step outside the
+                proposal, or tensors that `draft_sample` refuses.
+        """
+        slots = self._slots_of(logits)
+        return draft_sample(
+            logits,
+            slots,
+            self._steps_of(step, slots),
+            positions,
+            self._temperature,
+            self._seeds,
+            self._view,
+            vocab_size=self.vocab_size,
+            target_ids=self.target_ids,
+            num_nans=self._num_nans,
+            greedy=self.greedy,
+        )
+
+    def proposal_hash(self, tokens: Tensor) -> Tensor:
+        """64-bit hash of a proposal as an int64 scalar on the device; equal on ranks that agree.
+
+        Sum of (token + 2) times a random odd word of its place, modulo 2^64: it depends on the
+        order, and a change of one token always shows.
+
+        Args:
+            tokens: int64 `[num_reqs, num_speculative_tokens]`, -1 where there is no draft.
+
+        Raises:
+            TensorError: more tokens than the slots can have.
+        """
+        if tokens.numel() > len(self._hash_weights):
+            raise TensorError(
+                "a proposal cannot be hashed",
+                where="DraftSampler.proposal_hash(tokens)",
+                got=f"{tokens.numel()} tokens; allowed: at most {len(self._hash_weights)}, K for "
+                "each slot",
+                fix="pass the proposal's [num_reqs, num_speculative_tokens] matrix",
+            )
+        weights = self._hash_weights[: tokens.numel()]
+        return ((tokens.flatten() + 2) * weights).sum()
+
+    def _slots_of(self, logits: Tensor) -> Tensor:
+        num_reqs, num_rows = len(self._slots), len(logits)
+        if num_reqs == num_rows:
+            return self._slots
+        if num_reqs == 0 or num_rows % num_reqs != 0:
+            raise TensorError(
+                "draft logits do not match the requests of the proposal",
+                where="DraftSampler.sample(logits)",
+                got=f"{num_rows} rows for {num_reqs} requests; allowed: a multiple",
+                fix="pass the same number of rows for each batch row of ProposeInputs, padding "
+                "rows included, after the host has called begin",
+            )
+        return self._slots[:, None].expand(-1, num_rows // num_reqs).flatten()
+
+    def _steps_of(self, step: int | Tensor, slots: Tensor) -> Tensor:
+        if isinstance(step, Tensor):
+            return step
+        if not 0 <= step < self.num_speculative_tokens:
+            raise TensorError(
+                "a draft lies outside its proposal",
+                where="DraftSampler.sample(step)",
+                got=f"{step}; allowed: 0 to {self.num_speculative_tokens - 1}",
+                fix="sample num_speculative_tokens drafts, counting from 0",
+            )
+        return torch.full_like(slots, step)
+
+
+def _odd_words(count: int) -> Tensor:
+    """int64 `[count]` of fixed random odd 64-bit words."""
+    words = random_words_reference(torch.tensor(_HASH_SEED), torch.arange(count), 0, 0)
+    return words[0] | (words[1] << 32) | 1
