@@ -1,0 +1,188 @@
+"""The entry point `rejection_sample`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specreg.errors import TensorError
+from specreg.kernels.common.args import check_cache, check_strides
+from specreg.kernels.common.checks import FLOATS, INDICES, check_tensor
+from specreg.kernels.common.dispatch import uses_triton
+from specreg.kernels.common.view import DraftLogitsView
+from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.reference import rejection_sample_reference
+
+__all__ = ["METHODS", "rejection_sample"]
+
+
+def _standard(batch: RejectionBatch) -> RejectionOutput:
+    if uses_triton(batch.target_logits.device):
+        from specreg.kernels.rejection_sample.kernel import rejection_sample_triton
+
+        return rejection_sample_triton(batch)
+    return rejection_sample_reference(batch)
+
+
+METHODS: dict[str, Callable[[RejectionBatch], RejectionOutput]] = {"standard": _standard}
+
+
+def rejection_sample(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    idx_mapping: Tensor,
+    cu_num_logits: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    cache: DraftLogitsView | None,
+    *,
+    vocab_size: int,
+    method: str = "standard",
+) -> RejectionOutput:
+    """Verify draft tokens: keep a prefix of them and draw one more token, so that what is emitted
+    follows the target distribution exactly.
+
+    Row `i` of a request decides the token at `positions + i` and judges draft `i`; the last of its
+    rows judges none. Without drafts the token is a plain draw from the target.
+
+    - Temperature 0: a draft is kept if it equals the argmax (lowest id on ties); the token is the
+      argmax.
+    - A draft of -1, or at or beyond `vocab_size`, is rejected and the token drawn from the target.
+      So is one whose cache cell is not stored for this proposal (cleared, owned by another rank, or
+      bare: whoever stores logits without statistics computes these before verifying), or gives the
+      draft probability 0.
+    - Without a cache, or where the cell's temperature is 0, drafts are taken as argmaxes.
+    - NaN counts as -inf, logits above 2^100 as 2^100. A row without a logit above -inf gives
+      token 0. Both are counted in `num_nans`. No other token of probability 0 is ever emitted, and
+      none at or beyond `vocab_size`.
+
+    Does not synchronise with the host on a GPU. Tokens depend on a request's own logits,
+    temperature, seed, positions and drafts, bit for bit; not on slot, batch row or batch size.
+
+    Args:
+        target_logits: `[num_logits, >= vocab_size]`, fp32, bf16 or fp16, before temperature, rows
+            contiguous. Rows behind `cu_num_logits[-1]` are not read.
+        draft_tokens: int64 `[num_reqs, num_speculative_tokens]`, -1 where there is none.
+        idx_mapping: int64 `[num_reqs]`, request state indices; -1 marks a padding row.
+        cu_num_logits: int32 or int64 `[num_reqs + 1]`, offsets of the requests' logits rows: 1 and
+            a row a draft, or none in mid-prefill. Rows of a request beyond
+            `num_speculative_tokens + 1` are ignored.
+        positions: int64 `[num_reqs]`, position of the first token decided, below 2^31.
+        temperature: fp32 `[max_num_seqs]` by slot; applied to the target only.
+        seeds: int64 `[max_num_seqs]` by slot.
+        cache: the draft logits that this rank keeps; read only.
+        vocab_size: columns of the target's vocabulary.
+        method: how drafts are judged; see `METHODS`.
+
+    Returns:
+        `RejectionOutput(sampled, num_sampled, num_nans)`, newly allocated.
+
+    Raises:
+        TensorError: shapes, dtypes, devices or strides that do not fit, or an unknown method; on
+            the host also offsets of logits rows that are out of order or range.
+    """
+    if method not in METHODS:
+        raise TensorError(
+            "the rejection sampling method is not known",
+            where="rejection_sample(method)",
+            got=f"{method!r}; allowed: {', '.join(sorted(METHODS))}",
+            fix="pass one of the allowed methods",
+        )
+    batch = RejectionBatch(
+        target_logits=target_logits,
+        draft_tokens=draft_tokens,
+        idx_mapping=idx_mapping,
+        cu_num_logits=cu_num_logits,
+        positions=positions,
+        temperature=temperature,
+        seeds=seeds,
+        cache=cache,
+        vocab_size=vocab_size,
+    )
+    _check(batch)
+    return METHODS[method](batch)
+
+
+def _check(batch: RejectionBatch) -> None:
+    _check_logits(batch)
+    device, num_reqs = batch.target_logits.device, batch.num_reqs
+    check_tensor(
+        "rejection_sample(draft_tokens)",
+        batch.draft_tokens,
+        shape=(num_reqs, None),
+        dtypes=(torch.int64,),
+        device=device,
+        fix="pass num_speculative_tokens ids a request, -1 where there is no draft",
+    )
+    num_drafts = batch.draft_tokens.shape[1]
+    is_packed = num_drafts <= 1 or batch.draft_tokens.stride(1) == 1
+    check_strides(
+        "rejection_sample(draft_tokens)", batch.draft_tokens, is_packed, "stride 1 in a row"
+    )
+    max_num_seqs = batch.seeds.numel()
+    for name, length, dtypes, fix in (
+        ("idx_mapping", None, (torch.int64,), "request state index a request"),
+        ("cu_num_logits", num_reqs + 1, INDICES, "offset a request and the total"),
+        ("positions", num_reqs, (torch.int64,), "position a request"),
+        ("seeds", max_num_seqs, (torch.int64,), "seed a slot"),
+        ("temperature", max_num_seqs, (torch.float32,), "temperature a slot"),
+    ):
+        tensor: Tensor = getattr(batch, name)
+        where = f"rejection_sample({name})"
+        fix = f"pass one {fix}, where the logits are"
+        check_tensor(where, tensor, shape=(length,), dtypes=dtypes, device=device, fix=fix)
+        check_strides(where, tensor, tensor.is_contiguous(), "contiguous")
+    if batch.cache is not None:
+        check_cache(
+            "rejection_sample(cache)",
+            batch.cache,
+            vocab_size=batch.vocab_size,
+            max_num_seqs=max_num_seqs,
+            device=device,
+        )
+        if batch.cache.num_speculative_tokens < num_drafts:
+            raise TensorError(
+                "the draft-logits cache has no cell for some drafts",
+                where="rejection_sample(cache, draft_tokens)",
+                got=f"{batch.cache.num_speculative_tokens} steps for {num_drafts} drafts a request",
+                fix="pass at most as many drafts as the cache was allocated for",
+            )
+    if device.type == "cpu":
+        _check_offsets(batch.cu_num_logits, batch.target_logits.shape[0])
+
+
+def _check_logits(batch: RejectionBatch) -> None:
+    logits = batch.target_logits
+    check_tensor(
+        "rejection_sample(target_logits)",
+        logits,
+        shape=(None, None),
+        dtypes=FLOATS,
+        device=logits.device,
+        fix="pass one row of floating-point logits a token to be decided",
+    )
+    width = logits.shape[1]
+    if not 1 <= batch.vocab_size <= width:
+        raise TensorError(
+            "the target logits do not span the vocabulary",
+            where="rejection_sample(target_logits, vocab_size)",
+            got=f"{width} columns; allowed: vocab_size={batch.vocab_size} or more, and at least 1",
+            fix="gather the whole vocabulary before verifying",
+        )
+    is_packed = width == 1 or logits.stride(1) == 1
+    check_strides("rejection_sample(target_logits)", logits, is_packed, "stride 1 between columns")
+
+
+def _check_offsets(cu_num_logits: Tensor, num_logits: int) -> None:
+    first, last = int(cu_num_logits[0]), int(cu_num_logits[-1])
+    if first < 0 or last > num_logits or bool((cu_num_logits.diff() < 0).any()):
+        raise TensorError(
+            "the offsets of logits rows are out of order",
+            where="rejection_sample(cu_num_logits)",
+            got=f"{cu_num_logits.tolist()} for {num_logits} logits rows; allowed: never "
+            f"decreasing, within 0 .. {num_logits}",
+            fix="pass the cumulative number of logits rows of the requests",
+        )
