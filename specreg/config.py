@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
@@ -95,13 +96,12 @@ class _Config(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
 
-    @classmethod
-    def _where(cls) -> str:
-        raise NotImplementedError
+    _where: ClassVar[str]
 
     @classmethod
+    @abstractmethod
     def _prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """The fields in `data`: aliases resolved, nulls dropped, foreign keys refused."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -109,9 +109,9 @@ class _Config(BaseModel):
         if isinstance(data, cls):
             return handler(data)
         try:
-            return handler(cls._prepare(_normalised(data, cls._where())))
+            return handler(cls._prepare(_normalised(data, cls._where)))
         except ValidationError as error:
-            raise config_error(error, cls._where()) from None
+            raise config_error(error, cls._where) from None
 
     @classmethod
     def parse(cls, data: Mapping[str, Any] | str) -> Self:
@@ -137,6 +137,8 @@ class SpeculativeConfig(_Config):
         options: keys that the core does not know, for the selected speculator's `options_model`.
     """
 
+    _where: ClassVar[str] = "speculative_config"
+
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int | None = Field(None, gt=0)
@@ -151,10 +153,6 @@ class SpeculativeConfig(_Config):
     parallel_drafting: bool | None = None
     plugin: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-
-    @classmethod
-    def _where(cls) -> str:
-        return "speculative_config"
 
     @classmethod
     def _prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +246,8 @@ class EngineConfig(_Config):
         seed: of requests that bring none.
     """
 
+    _where: ClassVar[str] = "config"
+
     target: str = ""
     speculative: SpeculativeConfig | None = None
     tensor_parallel_size: int = Field(1, gt=0)
@@ -267,10 +267,6 @@ class EngineConfig(_Config):
     block_size: int = Field(16, gt=0)
     num_kv_blocks: int | None = Field(None, gt=0)
     seed: int = 0
-
-    @classmethod
-    def _where(cls) -> str:
-        return "config"
 
     @classmethod
     def _prepare(cls, data: dict[str, Any]) -> dict[str, Any]:

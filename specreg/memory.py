@@ -120,7 +120,7 @@ def _needed(value: int | None, layout: DraftLogitsLayout, name: str) -> int:
 
 # Any of these makes a token's KV differ from layers x 2 x heads x head_dim.
 _IRREGULAR_KV = ("kv_lora_rank", "global_head_dim", "num_kv_shared_layers")
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str) -> int | None:
@@ -137,20 +137,26 @@ def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str) -> int | Non
         None when the config does not tell: a key is missing, or the model keeps something else than
         equal keys and values in every layer.
     """
-    if any(model_config.get(key) for key in _IRREGULAR_KV):
-        return None
     layer_types = model_config.get("layer_types") or ()
-    if not _ATTENTION_LAYERS.issuperset(layer_types):
+    is_attention = isinstance(layer_types, list | tuple) and all(
+        kind in _ATTENTION_LAYERS for kind in layer_types
+    )
+    if not is_attention or any(model_config.get(key) for key in _IRREGULAR_KV):
         return None
-    num_layers = model_config.get("num_hidden_layers")
-    num_heads = model_config.get("num_attention_heads")
-    num_kv_heads = model_config.get("num_key_value_heads") or num_heads
-    head_dim = model_config.get("head_dim")
-    if not head_dim and num_heads and model_config.get("hidden_size"):
-        head_dim = model_config["hidden_size"] // num_heads
-    if not (num_layers and num_kv_heads and head_dim):
+    num_layers = _count(model_config, "num_hidden_layers")
+    num_heads = _count(model_config, "num_attention_heads")
+    num_kv_heads = _count(model_config, "num_key_value_heads") or num_heads
+    head_dim = _count(model_config, "head_dim")
+    if head_dim is None and num_heads is not None:
+        head_dim = (_count(model_config, "hidden_size") or 0) // num_heads
+    if num_layers is None or num_kv_heads is None or not head_dim:
         return None
-    return 2 * int(num_layers) * int(num_kv_heads) * int(head_dim) * dtype_bytes(dtype)
+    return 2 * num_layers * num_kv_heads * head_dim * dtype_bytes(dtype)
+
+
+def _count(model_config: Mapping[str, Any], key: str) -> int | None:
+    value = model_config.get(key)
+    return value if type(value) is int and value > 0 else None
 
 
 def kv_cache_gain_percent(freed_bytes: int, kv_cache_bytes: float) -> float:

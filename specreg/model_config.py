@@ -68,7 +68,7 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def vocab_size_of(config: Mapping[str, Any]) -> int | None:
     """Tokens of the vocabulary; None when the config does not say."""
     value = text_config_of(config).get("vocab_size", config.get("vocab_size"))
-    return value if isinstance(value, int) and value > 0 else None
+    return value if type(value) is int and value > 0 else None
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ imported, that name is all that tells what it would have offered.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import pluggy
 
@@ -40,7 +40,7 @@ hookspec = pluggy.HookspecMarker("specreg")
 hookimpl = pluggy.HookimplMarker("specreg")
 
 
-class Hooks:
+class Hooks(Protocol):
     """The hooks of specreg. All run at load time; the step loop calls typed objects."""
 
     @hookspec
@@ -54,7 +54,6 @@ class Hooks:
         Errors: whatever it raises makes the plugin a broken one; others load all the same.
         Do not: import torch, triton or the speculator's own modules, open files or ask for devices.
         """
-        raise NotImplementedError
 
     @hookspec
     def specreg_policy_rules(self) -> Iterable[PolicyRule]:
@@ -68,7 +67,6 @@ class Hooks:
         Errors: whatever it raises makes the plugin a broken one; others load all the same.
         Do not: evaluate anything yet, or replace a rule of the core.
         """
-        raise NotImplementedError
 
     @hookspec
     def specreg_rejection_samplers(self) -> Iterable[RejectionSamplerFactory]:
@@ -81,7 +79,6 @@ class Hooks:
         Errors: whatever it raises makes the plugin a broken one; others load all the same.
         Do not: import torch, triton or the sampler's own modules.
         """
-        raise NotImplementedError
 
     @hookspec
     def specreg_draft_watermarkers(self) -> Iterable[DraftWatermarkerFactory]:
@@ -94,7 +91,6 @@ class Hooks:
         Errors: whatever it raises makes the plugin a broken one; others load all the same.
         Do not: import torch, triton or the watermarker's own modules.
         """
-        raise NotImplementedError
 
     @hookspec
     def specreg_hookspecs(self) -> Iterable[Any]:
@@ -108,4 +104,3 @@ class Hooks:
         Do not: rely on an implementation being installed; implementers mark theirs
             `hookimpl(optionalhook=True)` so that they load without this plugin.
         """
-        raise NotImplementedError

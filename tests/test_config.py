@@ -47,7 +47,7 @@ engine_mappings = st.dictionaries(
 
 
 def outcome(parse, data):
-    """What `parse` gives, or the error that it raises on purpose; any other error fails the test."""
+    """What `parse` gives, or the error that it raises on purpose; others fail the test."""
     try:
         return parse(data)
     except SpecregError as error:

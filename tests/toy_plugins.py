@@ -28,15 +28,16 @@ def capabilities(**changes: Any) -> Capabilities:
     return Capabilities(**(facts | changes))
 
 
-def spec(name: str = "toy", **changes: Any) -> SpeculatorSpec:
+def spec(name: str = "toy", /, **changes: Any) -> SpeculatorSpec:
     """A speculator of this name that serves the method of this name."""
     facts: dict[str, Any] = {
+        "name": name,
         "methods": (name,),
         "factory": "toy_module:make",
         "capabilities": capabilities(),
         "needs_checkpoint": False,
     }
-    return SpeculatorSpec(name=name, **(facts | changes))
+    return SpeculatorSpec(**(facts | changes))
 
 
 class ToyPlugin:
