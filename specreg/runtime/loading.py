@@ -12,7 +12,6 @@ from specreg.config import EngineConfig, SpeculativeConfig
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
 from specreg.memory import GIB
-from specreg.model_config import read_model_config
 from specreg.ownership import Shard
 from specreg.policy import (
     DraftLogitsPlan,
@@ -20,7 +19,6 @@ from specreg.policy import (
     finalize,
     resolve,
 )
-from specreg.registry import get_registry
 from specreg.rejection_sampler import RejectionSampler
 from specreg.runtime.kv_budget import KVBudget, scratch_bytes
 from specreg.runtime.kv_pool import KVPool, PagedKVView
@@ -31,6 +29,9 @@ from specreg.runtime.tokenizer import Tokenizer, eos_token_ids
 from specreg.speculator import Speculator, SpeculatorContext
 
 __all__ = ["Drafting", "LoadedModels", "load_models"]
+
+# Positions a request may have when neither the config nor the model's position encoding limits them.
+UNLIMITED_MODEL_LEN = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +125,13 @@ def load_models(
     """
     report = progress or (lambda line: None)
     report(f"loading target {config.target}")
-    files = resolve_model(config.target)
+    directory = resolve_model(config.target, progress=progress)
     shard = Shard(tp.size, tp.rank)
     target = Target.load(
-        files.directory, dtype=config.dtype, device=tp.device, shard=shard, collectives=tp
+        directory, dtype=config.dtype, device=tp.device, shard=shard, collectives=tp
     )
-    tokenizer = Tokenizer.load(files)
-    max_model_len = config.max_model_len or target.max_model_len
+    tokenizer = Tokenizer.load(directory)
+    max_model_len = config.max_model_len or target.max_model_len or UNLIMITED_MODEL_LEN
     rejection_sampler = make_rejection_sampler(config, target.vocab_size)
     drafting = None
     if config.speculative is not None:
@@ -174,22 +175,18 @@ def _load_drafting(
     max_model_len: int,
 ) -> Drafting:
     provisional = resolve(config)
-    draft_config = read_model_config(speculative.model) or {}
-    selection = get_registry().select(speculative, draft_config)
-    draft_path = None
-    if speculative.model is not None:
-        draft_path = str(resolve_model(speculative.model).directory)
+    inputs = provisional.inputs
     context = SpeculatorContext(
-        spec=selection.spec,
-        config=config,
-        options=selection.options,
-        draft_config=draft_config,
-        draft_path=draft_path,
+        spec=inputs.spec,
+        config=inputs.config,
+        options=inputs.options,
+        draft_config=inputs.draft_config,
+        draft_path=str(resolve_model(speculative.model)) if speculative.model else None,
         max_model_len=speculative.max_model_len or max_model_len,
         device=target.device,
         dtype=target.dtype,
     )
-    speculator: Speculator = selection.spec.load_factory()(context)
+    speculator: Speculator = inputs.spec.load_factory()(context)
     speculator.load_model(target)
     plan = finalize(
         provisional,
@@ -208,7 +205,7 @@ def _load_drafting(
         device=target.device,
         greedy=cache is None,
     )
-    needs = selection.spec.needs_for(draft_config)
+    needs = inputs.spec.needs_for(inputs.draft_config)
     return Drafting(speculator, needs, plan, cache, sampler)
 
 

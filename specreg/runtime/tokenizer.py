@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
-
-from specreg.runtime.models import ModelFiles
 
 __all__ = ["Tokenizer", "eos_token_ids"]
 
@@ -19,15 +18,13 @@ class Tokenizer:
         self._tokenizer = tokenizer
 
     @classmethod
-    def load(cls, files: ModelFiles) -> Tokenizer | None:
+    def load(cls, directory: Path) -> Tokenizer | None:
         """The tokenizer beside the weights; None when there is none."""
+        if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+            return None
         from transformers import AutoTokenizer
 
-        if files.gguf_file is not None:
-            return cls(AutoTokenizer.from_pretrained(files.directory, gguf_file=files.gguf_file))
-        if not any((files.directory / name).is_file() for name in TOKENIZER_FILES):
-            return None
-        return cls(AutoTokenizer.from_pretrained(files.directory, local_files_only=True))
+        return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
