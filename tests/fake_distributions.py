@@ -1,4 +1,4 @@
-"""Installed distributions for tests: real dist-info folders and modules in a folder of `sys.path`."""
+"""Installed distributions for tests: dist-info folders and modules in a folder of `sys.path`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -50,12 +50,13 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 def test_the_list_command_answers_in_well_under_half_a_second():
     def seconds() -> float:
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         run("from specreg.cli import main; main(['list'])")
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # The best of a few: the machine that runs the tests does other things too.
-    assert min(seconds() for _ in range(4)) < 0.5
+    # Processor time, and the best of a few: other processes share the machine.
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 def test_the_command_line_is_installed_as_a_console_script():

@@ -1,0 +1,5 @@
+"""`python -m specreg` is the command line."""
+
+from specreg.cli import main
+
+main()
