@@ -211,6 +211,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | str, gguf_file: str | None)
             )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,
             dtype=dtype,
             use_safetensors=True,
             attn_implementation="eager",

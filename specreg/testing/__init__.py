@@ -1,0 +1,1 @@
+"""What tests of speculators and engines share."""
