@@ -6,7 +6,7 @@ drawn from and uniforms u in (0, 1),
     p(x) = exp(target_logits / temperature) / its sum         temperature of the request, now
     q(x) = exp(draft_logits / t - logsumexp)                  t and logsumexp of the cache cell
     keep d while  log p(d) > log u + log q(d)
-    at the first d that fails draw from  max(p - q, 0); from p where that is 0
+    at the first d that fails draw from  max(p - q, 0); from p where that is rounding only
     behind the last kept d draw from  p
 
 With one-hot q (no cache, or t = 0) d is kept with probability p(d), else p without d is drawn from.

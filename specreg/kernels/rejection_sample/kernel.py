@@ -23,7 +23,7 @@ from specreg.kernels.common.kernel import (
     sum_weights,
     to_units,
 )
-from specreg.kernels.draft_sample import reference
+from specreg.kernels.draft_sample.reference import BLOCK_SIZE, MASS_BITS
 from specreg.kernels.random.kernel import (
     STREAM_ACCEPT,
     STREAM_BONUS,
@@ -32,19 +32,20 @@ from specreg.kernels.random.kernel import (
     random_words,
     uniform,
 )
+from specreg.kernels.rejection_sample import reference
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
 
 __all__ = ["rejection_sample_triton"]
 
 BLOCKS_PER_PROGRAM = 8
-BLOCK_SIZE = reference.BLOCK_SIZE
 SCRATCH_BYTES = 2**26
 
 CELL_STORED = tl.constexpr(view.CELL_STORED)
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
-MASS_SCALE = tl.constexpr(2.0 ** (reference.MASS_BITS - SUM_BITS.value))
-MASS_UNIT = tl.constexpr(2.0**-reference.MASS_BITS)
+MASS_SCALE = tl.constexpr(2.0 ** (MASS_BITS - SUM_BITS.value))
+MASS_UNIT = tl.constexpr(2.0**-MASS_BITS)
+RESIDUAL_FLOOR = tl.constexpr(reference.RESIDUAL_FLOOR)
 
 # What is left to draw for a request, once its drafts have been judged.
 NOTHING = tl.constexpr(0)  # no logits row, or greedy: the token is known
@@ -347,11 +348,11 @@ def draw_kernel(
     is_empty = top == float("-inf")
     top = _finite(top)
     units = _mass_units(peak, mass, top, scale)
-    largest = 0.0
+    residual = 0.0
     if kind == RESIDUAL:
         sums = tl.load(pending.residual + req * blocks.num_blocks + block, mask=live, other=0.0)
-        largest = tl.max(sums, 0)
-        units = tl.where(largest > 0.0, to_units(sums, largest), units)
+        residual = tl.sum(sums, 0)
+        units = tl.where(residual > RESIDUAL_FLOOR, to_units(sums, tl.max(sums, 0)), units)
 
     stream = tl.where(num_rows > 1, STREAM_BONUS, STREAM_TARGET)
     stream = tl.where(step < num_rows - 1, STREAM_RESIDUAL, stream)
@@ -364,7 +365,7 @@ def draw_kernel(
     x = clean_logits(_load_target(target, first_row + step, columns, columns != removed))
     weights = tl.exp2((x - _finite(tl.max(x, 0))) * scale)
     if cache is not None:  # noqa: SIM102 - this is known at compile time, the next is not
-        if largest > 0.0:
+        if residual > RESIDUAL_FLOOR:
             log2_total = tl.load(pending.log2_total + req)
             weights = _excess(
                 x, top, scale, log2_total, columns, cache, slot, step, target.vocab_size, NUM_SHARDS

@@ -36,6 +36,10 @@ __all__ = ["rejection_sample_reference"]
 # Logits worked on at a time: bounds the scratch and stays in the CPU's cache.
 CHUNK_ELEMENTS = 2**20
 
+# A residual of less mass than this is rounding: p and q are equal. It is asked for no more often
+# than its mass says, so a draw from p in its place moves the law by less than this.
+RESIDUAL_FLOOR = 2.0**-17
+
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -50,7 +54,7 @@ def rejection_sample_reference(batch: RejectionBatch) -> RejectionOutput:
     goes_on = counts > 0
     for step in range(batch.num_rows):
         reqs = (goes_on & (counts > step)).nonzero().squeeze(1)
-        for chunk in torch.split(reqs, max(1, CHUNK_ELEMENTS // batch.vocab_size)):
+        for chunk in torch.split(reqs, max(1, CHUNK_ELEMENTS // max(batch.vocab_size, BLOCK_SIZE))):
             tokens, is_accepted = _verify(_Step.read(batch, chunk, counts[chunk], step))
             output.sampled[chunk, step] = tokens
             output.num_sampled[chunk] = step + 1
@@ -221,7 +225,7 @@ def _draw(step: _Step, masses: Tensor, draft_probs: _DraftProbs) -> Tensor:
     if rows.numel():
         residual = _residual(step, draft_probs, top, log_total, rows)
         sums = residual.sum(-1)
-        has_mass = sums.amax(1) > 0
+        has_mass = sums.sum(1, dtype=torch.float64) > RESIDUAL_FLOOR
         rows, residual, sums = rows[has_mass], residual[has_mass], sums[has_mass]
         masses[rows] = to_units_reference(sums, sums.amax(1, keepdim=True))
 
