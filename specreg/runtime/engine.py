@@ -50,18 +50,27 @@ class Engine:
 
     Attributes:
         config: of the run.
-        plan: the final plan of the draft-logits cache; None without a speculator.
+        models: what this process, rank 0, has loaded.
     """
 
     def __init__(self, config: EngineConfig, group: RankGroup, runner: ModelRunner) -> None:
         self.config = config
-        self.plan: DraftLogitsPlan | None = runner.models.plan
         self.models = runner.models
         self._group = group
         self._runner = runner
         self._seeds = random.Random(config.seed)
         self._scheduler = _scheduler(runner.models)
         self._is_closed = False
+
+    @property
+    def plan(self) -> DraftLogitsPlan | None:
+        """The final plan of the draft-logits cache; None without a speculator."""
+        return self.models.drafting.plan if self.models.drafting is not None else None
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Processes of ranks 1 and up, in order."""
+        return self._group.process_ids
 
     @classmethod
     def from_config(
@@ -138,6 +147,7 @@ class Engine:
             num_kv_blocks=self.models.num_kv_blocks,
         )
         started, preempted = time.perf_counter(), self._scheduler.num_preemptions
+        self._group.tp.counts.clear()
         with self._running():
             for request in requests:
                 self._scheduler.add(request)
@@ -147,6 +157,7 @@ class Engine:
                         on_finish(request.index)
         stats.seconds = time.perf_counter() - started
         stats.num_preemptions = self._scheduler.num_preemptions - preempted
+        stats.num_collectives = dict(self._group.tp.counts)
         stats.num_emitted_tokens = sum(len(request.output_token_ids) for request in requests)
         outputs = [self._output(p, r) for p, r in zip(prompts, requests, strict=True)]
         return GenerateOutputs(outputs, stats)

