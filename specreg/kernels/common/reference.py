@@ -18,9 +18,7 @@ __all__ = [
     "to_units_reference",
 ]
 
-LOGIT_MAX = (
-    2.0**100
-)  # larger logits count as this, so +inf has a defined softmax at any temperature
+LOGIT_MAX = 2.0**100  # larger logits count as this: +inf has a softmax, at any temperature
 UNIT_BITS = 30  # the largest weight of a draw is 2^30 units
 SUM_BITS = 21  # sums over blocks count multiples of 2^-21
 

@@ -264,14 +264,15 @@ def draft_sample_triton(
             NUM_SHARDS=num_shards,
             FILL_SIZE=FILL_SIZE,
         )
-    draft_sample_blocks_kernel[(num_tokens, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM))](
+    blocks_per_program = min(BLOCKS_PER_PROGRAM, triton.next_power_of_2(num_blocks))
+    draft_sample_blocks_kernel[(num_tokens, triton.cdiv(num_blocks, blocks_per_program))](
         blocks=blocks,
         cache=stored,
         logits=inputs,
         batch=batch,
         vocab_size=vocab_size,
         NUM_SHARDS=num_shards,
-        NUM_BLOCKS=BLOCKS_PER_PROGRAM,
+        NUM_BLOCKS=blocks_per_program,
         BLOCK_SIZE=BLOCK_SIZE,
     )
     draft_sample_tokens_kernel[(num_tokens,)](

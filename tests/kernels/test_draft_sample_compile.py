@@ -1,0 +1,49 @@
+"""The `draft_sample` kernels compile for GPUs that are not there, and address with 64 bits."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from draft_sample_variants import VARIANTS, kernels
+from offline import TARGETS, compile_offline
+
+DIVISION = re.compile(r"arith\.(rem|div|ceildiv|floordiv)\w*i\b")
+NARROW_PRODUCT = re.compile(r"arith\.muli %(\w+), %(\w+) : (?:tensor<.*x)?i32>?")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kernel_compiles_for(variant, target):
+    for kernel, arguments in kernels(**VARIANTS[variant]):
+        stages = compile_offline(kernel, target, **arguments)
+        assert stages["cubin" if target == "sm_90" else "hsaco"]
+
+
+def test_logits_are_read_and_stored_16_bytes_at_a_time():
+    (kernel, arguments), _ = kernels(num_shards=4)
+    ptx = compile_offline(kernel, "sm_90", **arguments)["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 4
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 4
+
+
+@pytest.mark.parametrize("variant", ["bf16", "fp16 into fp32", "no cache", "greedy"])
+def test_i3_with_one_shard_owner_and_row_arithmetic_compile_away(variant):
+    for kernel, arguments in kernels(**VARIANTS[variant]):
+        assert not DIVISION.search(compile_offline(kernel, "sm_90", **arguments)["ttir"])
+
+
+def test_i3_would_be_noticed_with_two_shards():
+    for kernel, arguments in kernels(num_shards=2):
+        divisions = DIVISION.findall(compile_offline(kernel, "sm_90", **arguments)["ttir"])
+        assert sorted(divisions) == ["div", "rem"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_i5_every_product_that_can_pass_31_bits_is_64_bit(variant):
+    """A 32-bit product has a constant factor: a block's first column, or a word of Philox."""
+    for kernel, arguments in kernels(**VARIANTS[variant]):
+        ttir = compile_offline(kernel, "sm_90", **arguments)["ttir"]
+        products = NARROW_PRODUCT.findall(ttir)
+        assert all(factor[0] == "c" or factor[:3] == "cst" for _, factor in products)
