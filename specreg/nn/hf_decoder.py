@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specreg.capabilities import KVLayerSpec
+from specreg.checkpoint import Checkpoint
 from specreg.errors import CheckpointError, MissingDependencyError, TargetError
 from specreg.nn.hf_attention import DecoderStep, register_attention
 from specreg.nn.hf_probe import probe
@@ -105,6 +106,8 @@ class HFDecoder:
             TargetError: the model cannot run on paged keys and values.
             MissingDependencyError: `transformers` (or `gguf`) is not installed.
         """
+        if gguf_file is None:
+            Checkpoint(path)  # refuses, with what to do, what would otherwise fail further in
         model = _from_pretrained(os.fspath(path), dtype, gguf_file)
         model.requires_grad_(False)
         return cls(cast(Any, model).to(device))

@@ -398,6 +398,7 @@ def test_a_config_that_is_read_wrongly_is_refused_at_its_layer(
 
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("t5", vocab_size=97, d_model=32).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(TargetError, match="encoder-decoder"):
         HFDecoder.load(tmp_path)
 
@@ -415,8 +416,19 @@ def test_a_parameter_that_the_checkpoint_does_not_fill_is_named(
         HFDecoder.load(tmp_path)
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+def test_a_directory_without_a_model_that_transformers_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        HFDecoder.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be loaded(.|\n)*no_such_model"):
+        HFDecoder.load(tmp_path)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled weights"):
         HFDecoder.load(tmp_path)
 
 
