@@ -17,7 +17,7 @@ from specreg.discovery import (
     find_sources,
     load_plugins,
 )
-from specreg.errors import AmbiguousSpeculatorError, ConfigError, PluginError
+from specreg.errors import ConfigError, PluginError
 from specreg.selection import Catalogue, RegisteredSpeculator, Selection, select
 from specreg.specs import (
     DraftWatermarkerFactory,
@@ -149,7 +149,7 @@ def _named(key: str, name: str, registered: Sequence[tuple[LoadedPlugin, _Factor
     if len(found) == 1:
         return found[0][1]
     if found:
-        raise AmbiguousSpeculatorError(
+        raise PluginError(
             f"several plugins register {name!r}",
             where=f"config.{key}",
             got=f"{' and '.join(str(plugin.source) for plugin, _ in found)}; allowed: one",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,13 +206,17 @@ def _refuse_if_broken_is_better(
 ) -> None:
     """A broken plugin that would have been selected is named; nothing else takes its place."""
     level = _narrowing(best[0].spec) if best else None
+
+    def would_win(spec: SpeculatorSpec) -> bool:
+        is_asked = any(_narrowing(spec)) if method is None else method in spec.methods
+        is_better = level is None or _narrowing(spec) > level
+        with suppress(PluginError):  # A predicate that fails too is no reason to stop the run.
+            return is_asked and is_better and _matches(spec, draft_config)
+        return False
+
     for plugin in catalogue.broken:
-        for spec in plugin.specs:
-            is_asked = any(_narrowing(spec)) if method is None else method in spec.methods
-            is_better = level is None or _narrowing(spec) > level
-            if is_asked and is_better and _matches(spec, draft_config):
-                raise _broken_error(plugin, f"the plugin that serves {_asked(method)}")
-        if method is not None and level is None and plugin.may_serve(method):
+        may_have_won = level is None and method is not None and plugin.may_serve(method)
+        if may_have_won or any(map(would_win, plugin.specs)):
             raise _broken_error(plugin, f"the plugin that serves {_asked(method)}")
 
 

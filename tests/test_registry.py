@@ -7,7 +7,7 @@ from toy_plugins import ToyPlugin, spec
 from specreg import registry
 from specreg.capabilities import DraftLogitsLayout
 from specreg.config import EngineConfig, SpeculativeConfig
-from specreg.errors import AmbiguousSpeculatorError, ConfigError, UnknownMethodError
+from specreg.errors import ConfigError, PluginError, UnknownMethodError
 from specreg.plugin import DraftWatermarkerFactory, PolicyRule, RejectionSamplerFactory
 from specreg.policy import resolve
 from specreg.registry import Registry
@@ -61,7 +61,7 @@ def test_an_unknown_sampler_or_watermarker_gets_the_nearest_spelling():
 
 def test_a_name_that_two_plugins_register_is_an_error_that_names_both():
     plugins = [ToyPlugin(name=name, rejection_samplers=SAMPLERS) for name in ("one", "two")]
-    with pytest.raises(AmbiguousSpeculatorError, match=r"one 0\) and two"):
+    with pytest.raises(PluginError, match=r"one 0\) and two"):
         Registry.from_plugins(plugins).rejection_sampler("lossy")
 
 

@@ -186,6 +186,21 @@ class TestBrokenPlugins:
             select(loaded, {"architectures": ["FamModel"]})
         assert select(loaded, {}, method="fam").spec.name == "plain"
 
+    def test_one_that_is_named_like_the_method_may_have_served_the_checkpoint(self):
+        loaded = registry(raises_import_error("specreg-fam"), ToyPlugin(FAMILY["arch"]))
+        with pytest.raises(BrokenPluginError, match="specreg-fam"):
+            select(loaded, {"architectures": ["Foreign"]}, method="fam")
+
+    def test_one_that_had_offered_the_method_before_it_failed_is_named(self):
+        newer = spec("newer", methods=("fam",), api_version=2)
+        with pytest.raises(BrokenPluginError, match="newer-dist"):
+            select(registry(ToyPlugin(newer, name="newer-dist")), {}, method="fam")
+
+    def test_one_whose_predicate_fails_too_hurts_no_other(self):
+        newer = spec("newer", methods=("fam",), predicate=lambda config: 1 / 0, api_version=2)
+        loaded = registry(ToyPlugin(newer), ToyPlugin(FAMILY["plain"]))
+        assert select(loaded, {}, method="fam").spec.name == "plain"
+
     def test_one_that_was_less_specific_does_not_matter(self):
         newer = spec("newer", methods=("fam",), api_version=2)
         loaded = registry(ToyPlugin(newer, name="newer-dist"), ToyPlugin(FAMILY["arch"]))
