@@ -71,7 +71,7 @@ class Capabilities:
         supports_watermarker: works with a draft watermarker.
         is_cuda_graph_safe: `draft` may be captured in a CUDA graph.
         draft_vocab_size: columns of its own head when fewer than the target's; None means equal.
-        num_candidates: candidates a step (`k` of the `top_k` layout); None when it scores every column.
+        num_candidates: candidates a step (`k` of `top_k`); None when it scores every column.
     """
 
     style: DraftingStyle
@@ -111,8 +111,8 @@ class TargetNeeds:
 
     Attributes:
         hidden_states: hidden state of the target for each token.
-        aux_layer_ids: entry ids 0..L; id `e` is the un-normed residual stream that enters layer `e`,
-            `L` the stream before the final norm.
+        aux_layer_ids: entry ids 0..L; id `e` is the un-normed residual stream that enters layer
+            `e`, `L` the stream before the final norm.
         prefill_lookahead: prompt tokens beyond the present chunk (0, 1 or K).
         needs_token_history: wants every token of a request so far.
         target_kv_layers: target layers whose KV it reads.

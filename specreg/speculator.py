@@ -2,7 +2,8 @@
 
 A host calls, in this order: the spec's factory with a `SpeculatorContext`; `load_model`;
 `supports_batch_sharded_draft_logits`; `allocate_draft_logits` with the final plan; `bind` with the
-`DraftSampler` and `KVView` that the host owns; then `propose` once a step and `release` once a request.
+`DraftSampler` and `KVView` that the host owns; then `propose` once a step and `release` once a
+request.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class KVRows(NamedTuple):
     """Addresses of packed tokens in a `KVView`: one (slot, position) a token.
 
     Attributes:
-        slots: int64 `[num_tokens]`, request state index; -1 marks a padding token: nothing is written
-            for it and its attention output is zero.
+        slots: int64 `[num_tokens]`, request state index; -1 marks a padding token: nothing is
+            written for it and its attention output is zero.
         positions: int64 `[num_tokens]`, position of the token in its request.
-        kv_lens: int64 `[num_tokens]`, keys visible to the token, itself included: `positions + 1` for
-            causal attention, the end of the block for a non-causal one.
+        kv_lens: int64 `[num_tokens]`, keys visible to the token, itself included: `positions + 1`
+            for causal attention, the end of the block for a non-causal one.
         query_start_loc: offsets `0 .. num_tokens` of the requests, on the host, when tokens of one
             request lie together; a host may use it to group work. Never changes a result.
     """
@@ -121,11 +122,11 @@ class TargetView(Protocol):
         ...
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Full-width logits `[n, vocab_size]`, bit-identical on all ranks (a collective when tp > 1)."""
+        """Logits `[n, vocab_size]`, bit-identical on all ranks (a collective when tp > 1)."""
         ...
 
     def compute_logits_local(self, hidden_states: Tensor) -> Tensor:
-        """This rank's vocabulary columns `[n, padded_vocab_size / tp_size]`, without a collective."""
+        """This rank's columns `[n, padded_vocab_size / tp_size]`, without a collective."""
         ...
 
     def kv(self, layer: int) -> KVView:
@@ -170,14 +171,14 @@ class ProposeInputs:
         num_sampled: int64 `[num_reqs]`, tokens emitted by verification; 0 in mid-prefill.
         num_rejected: int64 `[num_reqs]`, trailing packed tokens that verification rejected.
         last_sampled: int64 `[num_reqs]`, newest emitted token; undefined where `num_sampled` is 0.
-        next_prefill_tokens: int64 `[lookahead, num_reqs]`, prompt tokens after the chunk; -1 past the
-            prompt.
-        num_draft_tokens: int64 `[num_reqs]`, drafts wanted, 0..K; 0 only keeps the draft KV in sync.
+        next_prefill_tokens: int64 `[lookahead, num_reqs]`, prompt tokens after the chunk; -1 past
+            the prompt.
+        num_draft_tokens: int64 `[num_reqs]`, drafts wanted, 0..K; 0 keeps the draft KV in sync.
         temperature: fp32 `[max_num_seqs]` by slot; exactly 0 means greedy.
         seeds: int64 `[max_num_seqs]` by slot.
-        hidden_states: `[num_tokens, hidden_size]` of `TargetNeeds.hidden_states`; None if not asked for.
-        aux_hidden_states: `[num_tokens, num_aux * hidden_size]`, ascending entry ids; None likewise.
-        token_history: int64 `[num_reqs, max_len]`, -1 padded, emitted tokens included; None likewise.
+        hidden_states: `[num_tokens, hidden_size]` of `TargetNeeds`; None if not asked for.
+        aux_hidden_states: `[num_tokens, num_aux * hidden_size]`, entry ids ascending; or None.
+        token_history: int64 `[num_reqs, max_len]`, -1 padded, emitted tokens included; or None.
     """
 
     input_ids: Tensor
@@ -235,13 +236,13 @@ class Speculator(Protocol):
         ...
 
     def supports_batch_sharded_draft_logits(self) -> bool:
-        """Whether every write of draft logits honours the owner mask, now that weights are loaded."""
+        """Whether all writes of draft logits honour the owner mask, now that weights are loaded."""
         ...
 
     def allocate_draft_logits(
         self, plan: DraftLogitsPlan, device: torch.device
     ) -> DraftLogitsCache | None:
-        """Allocate what `plan` asks for, once, at its final size; None when the plan has no cache."""
+        """Allocate what `plan` asks for, once, at its final size; None when it has no cache."""
         ...
 
     def bind(self, sampler: DraftSampler, kv: KVView) -> None:
@@ -265,7 +266,8 @@ class SpeculatorBase:
 
     def __init__(self, context: SpeculatorContext) -> None:
         speculative = context.config.speculative
-        assert speculative is not None and speculative.num_speculative_tokens is not None
+        assert speculative is not None
+        assert speculative.num_speculative_tokens is not None
         self.context = context
         self.spec = context.spec
         self.num_speculative_tokens: int = speculative.num_speculative_tokens
