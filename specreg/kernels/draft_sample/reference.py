@@ -27,9 +27,7 @@ __all__ = ["BLOCK_SIZE", "Blocks", "draft_sample_reference"]
 
 BLOCK_SIZE = 512  # one word resolves 512 columns, another their 485 blocks at 248,320 columns
 MASS_BITS = 33  # block masses are drawn in multiples of 2^-33
-CHUNK_ELEMENTS = (
-    2**20
-)  # logits worked on at a time: bounds the scratch and stays in the CPU's cache
+CHUNK_ELEMENTS = 2**20  # logits worked on at a time: bounds scratch and stays in the CPU's cache
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -101,7 +99,7 @@ def draft_sample_reference(
     num_columns = min(logits.shape[1], vocab_size) if target_ids is None else len(target_ids)
     ids = torch.full_like(idx_mapping, -1)
     live = (idx_mapping >= 0).nonzero().squeeze(1)
-    chunk = max(1, CHUNK_ELEMENTS // num_columns)
+    chunk = max(1, CHUNK_ELEMENTS // max(num_columns, BLOCK_SIZE))
     for start in range(0, len(live), chunk):
         tokens = live[start : start + chunk]
         slots, token_steps = idx_mapping[tokens], steps[tokens]
