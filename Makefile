@@ -3,6 +3,9 @@ PYTHON ?= python
 # Two processes of one thread each: tests are small, and torch's own threads would only compete.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2
 
+DEMO_DRAFTER := {"method": "draft_model", "model": "smollm2-135m-instruct", \
+  "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+
 .PHONY: demo test test-full test-gpu static check
 
 demo:
@@ -11,8 +14,7 @@ demo:
 	$(PYTHON) -m specreg generate --target smollm2-135m-instruct -tp 2 \
 	  --enable-batch-sharded-sampling --temperature 0.8 --seed 1 --max-tokens 64 \
 	  --prompt "The three most important rules of good writing are" \
-	  --speculative-config '{"method": "draft_model", "model": "smollm2-135m-instruct", \
-	    "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}'
+	  --speculative-config '$(DEMO_DRAFTER)'
 
 test:
 	$(PYTEST) -m "not gpu and not slow"
