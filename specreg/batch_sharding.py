@@ -1,7 +1,8 @@
 """Batch-sharded sampling: each rank verifies the requests it owns.
 
-Before verification every rank holds a slice of the vocabulary for all logits rows; after the exchange
-it holds the whole vocabulary for the rows of its own requests. Afterwards the outputs are gathered.
+Before verification every rank holds a slice of the vocabulary for all logits rows; after the
+exchange it holds the whole vocabulary for the rows of its own requests. Afterwards the outputs are
+gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Collectives(Protocol):
     """The two collectives that batch-sharded sampling needs of its host."""
 
     def all_to_all_rows(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send `send[r]` consecutive rows to rank r; returns the received rows, sender by sender."""
+        """Send `send[r]` consecutive rows to rank r; returns what came, sender by sender."""
         ...
 
     def all_gather(self, local: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class BatchSharder:
         self.vocab_size = vocab_size
 
     def plan(self, idx_mapping: Tensor, cu_num_logits: Tensor) -> ShardPlan:
-        """Who verifies what. `idx_mapping [num_reqs]`, `cu_num_logits [num_reqs + 1]`, on the host."""
+        """Who verifies what, from `idx_mapping` and `cu_num_logits` on the host."""
         return shard_plan(idx_mapping, cu_num_logits, self.shard)
 
     def exchange_logits(self, local_logits: Tensor, plan: ShardPlan) -> Tensor:

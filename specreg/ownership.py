@@ -1,8 +1,8 @@
 """Which rank owns a request, and at which row of its cache.
 
-Owner `req_state_idx % num_shards`, row `req_state_idx // num_shards`. A negative index marks a padding
-row and belongs to nobody: it is tested before owner and row are computed, because Python and C divide
-negative numbers differently.
+Owner `req_state_idx % num_shards`, row `req_state_idx // num_shards`. A negative index marks a
+padding row and belongs to nobody: it is tested before owner and row are computed, because Python
+and C divide negative numbers differently.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def rows_per_rank(max_num_seqs: int, num_shards: int) -> int:
 class Shard:
     """A rank as a value: one of `num_shards` shards, at index `shard_idx`.
 
-    Ops, cache, plan and sampler take a `Shard` and never ask torch.distributed, so one process can play
-    every rank in turn.
+    Ops, cache, plan and sampler take a `Shard` and never ask torch.distributed, so one process can
+    play every rank in turn.
     """
 
     num_shards: int = 1

@@ -9,8 +9,8 @@ from specreg.errors import AdmissionError
 
 __all__ = ["SamplingParams"]
 
-# The one place where "greedy" is decided: below this a division by the temperature overflows in half
-# precision. Admission turns such a temperature into exactly 0; kernels only compare with 0.
+# The one place where "greedy" is decided: below this a division by the temperature overflows in
+# half precision. Admission turns such a temperature into exactly 0; kernels only compare with 0.
 SMALLEST_TEMPERATURE = 1e-5
 SEED_RANGE = (-(2**63), 2**63)
 

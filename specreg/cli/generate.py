@@ -103,10 +103,12 @@ def generate(
         )
         for index in range(len(texts))
     ]
-    with _progress(len(texts)) as (loading, finished):
-        with Engine.from_config(config, progress=loading) as engine:
-            outputs = engine.generate(texts, params, on_finish=finished)
-            plan = engine.plan.to_dict() if engine.plan is not None else None
+    with (
+        _progress(len(texts)) as (loading, finished),
+        Engine.from_config(config, progress=loading) as engine,
+    ):
+        outputs = engine.generate(texts, params, on_finish=finished)
+        plan = engine.plan.to_dict() if engine.plan is not None else None
     if as_json:
         print(json.dumps(_as_json(outputs, plan), ensure_ascii=False))
     else:

@@ -65,6 +65,6 @@ def _line_error(where: str, got: str, key: str) -> AdmissionError:
     return AdmissionError(
         "a line of the prompt file is no prompt",
         where=where,
-        got=f"{got}; allowed: a JSON string, or an object whose {key!r} is a string or a list of them",
+        got=f"{got}; allowed: a JSON string, or an object whose {key!r} is a string or a list",
         fix="mend the line, or name the field that holds the prompt with --prompt-key",
     )

@@ -25,7 +25,7 @@ class Batch:
         query_start_loc: `num_reqs + 1` host offsets into the tokens.
         idx_mapping: int64 `[num_reqs]`, on the host and (`_device`) on the device.
         cu_num_logits: int64 `[num_reqs + 1]`, on the host.
-        logits_indices: int64 `[num_logits]`, packed index of each logits row's token, on the device.
+        logits_indices: int64 `[num_logits]`, packed index of each logits row's token.
         draft_tokens: int64 `[num_reqs, num_speculative_tokens]`, -1 padded, on the device.
         positions: int64 `[num_reqs]`, position of the first token that is decided.
         num_logits: int64 `[num_reqs]`.

@@ -27,7 +27,7 @@ class BlockAllocator:
         return len(self._free)
 
     def ensure(self, slot: int, num_positions: int) -> bool:
-        """Grow the slot's table to hold `num_positions`; False, and no change, when the pool is full."""
+        """Grow the slot's table to hold `num_positions`; False, unchanged, if the pool is full."""
         table = self._tables.setdefault(slot, [])
         missing = cdiv(num_positions, self.block_size) - len(table)
         if missing > len(self._free):

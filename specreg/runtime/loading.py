@@ -30,7 +30,7 @@ from specreg.speculator import Speculator, SpeculatorContext
 
 __all__ = ["Drafting", "LoadedModels", "load_models"]
 
-# Positions a request may have when neither the config nor the model's position encoding limits them.
+# Positions of a request when neither the config nor the model's position encoding limits them.
 UNLIMITED_MODEL_LEN = 4096
 
 logger = logging.getLogger(__name__)
@@ -231,9 +231,7 @@ def _allocate_kv(
         block_bytes=KVPool.block_bytes(layers, config.block_size, target.dtype),
         max_model_len=max_model_len,
         weight_bytes=weights,
-        scratch_bytes=scratch_bytes(
-            config.max_num_seqs, num_speculative_tokens, target.vocab_size
-        ),
+        scratch_bytes=scratch_bytes(config.max_num_seqs, num_speculative_tokens, target.vocab_size),
         device=target.device,
     )
     num_blocks = tp.smallest(budget.num_blocks(cache_bytes))

@@ -184,5 +184,3 @@ def _admission(request: Request) -> Admission:
         min_p=params.min_p,
         seed=request.seed,
     )
-
-

@@ -17,13 +17,15 @@ from specreg.errors import ConfigError, RankFailedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch._C._distributed_c10d import Store
+
 __all__ = ["TensorParallel"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class TensorParallel:
-    """`size` ranks, of which this process is `rank`. With one rank every collective is the identity.
+    """`size` ranks, of which this process is `rank`; with one, every collective is the identity.
 
     A collective whose peer has died raises `RankFailedError`. `counts` holds the number of
     collectives by kind since it was last cleared; with one rank it stays empty.
@@ -39,7 +41,7 @@ class TensorParallel:
         rank: int = 0,
         size: int = 1,
         *,
-        store: dist.Store | None = None,
+        store: Store | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.rank = rank
@@ -102,9 +104,7 @@ class TensorParallel:
         gathered = self.all_gather(local)
         return gathered.transpose(0, 1).reshape(local.shape[0], -1)
 
-    def all_to_all_rows(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int]
-    ) -> Tensor:
+    def all_to_all_rows(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send `send[r]` consecutive rows of `rows [n, width]` to rank r; counts may be zero.
 
         Returns:

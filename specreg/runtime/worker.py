@@ -49,7 +49,9 @@ def _serve(start: dict[str, Any]) -> None:
     config = EngineConfig.model_validate(start["config"])
     size, rank = config.tensor_parallel_size, start["rank"]
     torch.set_num_threads(threads_per_rank(size))
-    store = dist.TCPStore("127.0.0.1", start["port"], is_master=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", start["port"], is_master=False
+    )
     store.set(joined_key(rank), "")
     tp = TensorParallel(rank, size, store=store, device=rank_device(config, rank))
     with contextlib.closing(tp):

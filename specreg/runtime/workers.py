@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from specreg.config import EngineConfig
 from specreg.errors import RankFailedError
 from specreg.runtime.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["RankGroup", "rank_device", "threads_per_rank"]
 
@@ -56,7 +59,7 @@ class RankGroup:
             self.tp = TensorParallel(device=rank_device(config, 0))
             return
         torch.set_num_threads(threads_per_rank(self.size))
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, world_size=self.size, is_master=True, wait_for_workers=False
         )
         start = {"config": config.model_dump(mode="json"), "port": store.port}
@@ -119,7 +122,7 @@ class RankGroup:
         _send(process, json.dumps(start))
         return process
 
-    def _await_joining(self, store: dist.Store) -> None:
+    def _await_joining(self, store: Store) -> None:
         """Wait until every worker has reached the store, or one has died on the way."""
         for rank, process in enumerate(self._processes, start=1):
             while not store.check([joined_key(rank)]):

@@ -47,7 +47,12 @@ def run(tiny_target: Path, tiny_draft: Path) -> Run:
                 "num_speculative_tokens": K,
                 "draft_sample_method": drafts,
             }
-        config = {"target": str(tiny_target), "max_model_len": 96, "memory_budget_gib": 0.1, **config}
+        config = {
+            "target": str(tiny_target),
+            "max_model_len": 96,
+            "memory_budget_gib": 0.1,
+            **config,
+        }
         with Engine.from_config(EngineConfig.parse(config)) as engine:
             return engine.generate(prompts, params)
 
@@ -176,7 +181,9 @@ def test_a_seed_decides_a_request_whatever_shares_its_batch(run: Run) -> None:
 
 
 def test_two_seeds_differ_and_one_seed_repeats(run: Run) -> None:
-    outputs = run([sampled(1), sampled(1), sampled(2)], prompts=["same"] * 3, drafts="probabilistic")
+    outputs = run(
+        [sampled(1), sampled(1), sampled(2)], prompts=["same"] * 3, drafts="probabilistic"
+    )
     first, again, other = tokens(outputs)
     assert first == again != other
 
@@ -206,9 +213,7 @@ def test_a_stop_string_ends_the_output_before_it(run: Run, baseline: list[list[i
 
 def test_a_stop_token_ends_the_output_with_it(run: Run, baseline: list[list[int]]) -> None:
     stop = baseline[0][4]
-    params = SamplingParams(
-        max_tokens=24, temperature=0, ignore_eos=True, stop_token_ids=(stop,)
-    )
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
     (output,) = run(params, prompts=["hello world"], drafts="greedy")
     assert output.finish_reason == "stop"
     assert output.token_ids == baseline[0][: baseline[0].index(stop) + 1]
@@ -265,7 +270,9 @@ def test_require_refuses_a_run_that_cannot_shard(run: Run) -> None:
     ("prompt", "message"),
     [([], "0 token ids"), ([5] * 96, "96 token ids"), ([5, 1000], "each of 0..100")],
 )
-def test_a_prompt_that_cannot_be_served_is_refused(run: Run, prompt: list[int], message: str) -> None:
+def test_a_prompt_that_cannot_be_served_is_refused(
+    run: Run, prompt: list[int], message: str
+) -> None:
     with pytest.raises(AdmissionError, match=message):
         run(prompts=["fine", prompt])
 

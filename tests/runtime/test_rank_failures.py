@@ -115,9 +115,7 @@ def drive_with_a_rank_that_drafts_something_else(tp: TensorParallel) -> str:
     executed = 0
     try:
         while True:
-            plan = tp.broadcast_bytes(
-                scheduler.schedule().to_bytes() if tp.rank == 0 else None
-            )
+            plan = tp.broadcast_bytes(scheduler.schedule().to_bytes() if tp.rank == 0 else None)
             output = runner.execute(StepPlan.from_bytes(plan))
             executed += 1
             if tp.rank == 0:

@@ -28,7 +28,11 @@ def make_request(index: int, prompt_len: int, max_tokens: int = 4) -> Request:
 
 
 def make_scheduler(
-    num_slots: int = 4, num_blocks: int = 64, block_size: int = 4, num_owners: int = 1, **options: int
+    num_slots: int = 4,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    num_owners: int = 1,
+    **options: int,
 ) -> Scheduler:
     settings = {"max_model_len": 256, "max_num_batched_tokens": 64, **options}
     return Scheduler(
@@ -44,7 +48,9 @@ def decide(plan: StepPlan, num_accepted: int = 0, drafts: Iterable[int] = ()) ->
     for row in plan.rows:
         accepted = row.token_ids[len(row.token_ids) - row.num_drafts :][:num_accepted]
         emitted.append([*accepted, 7] if row.num_logits else [])
-    proposals = [list(drafts)[: row.num_draft_tokens] if row.num_logits else [] for row in plan.rows]
+    proposals = [
+        list(drafts)[: row.num_draft_tokens] if row.num_logits else [] for row in plan.rows
+    ]
     return StepOutput(emitted=emitted, drafts=proposals, num_nans=[0] * len(plan.rows))
 
 

@@ -16,8 +16,8 @@ class ExpandedPrefill(NamedTuple):
     """One more row a request than the target read.
 
     Attributes:
-        input_ids: int64 `[num_tokens + num_reqs]`: a request's accepted tokens, its newest token, then
-            one inert row a rejected token.
+        input_ids: int64 `[num_tokens + num_reqs]`: a request's accepted tokens, its newest token,
+            then one inert row a rejected token.
         kv_rows: addresses of the same rows; slot -1 where a row is inert.
         last_rows: int64 `[num_reqs]`, row of each request's newest token.
         last_positions: int64 `[num_reqs]`, its position.

@@ -22,9 +22,9 @@ __all__ = ["DraftModelSpeculator"]
 class DraftModelSpeculator(SpeculatorBase):
     """Drafts K tokens with K passes of a language model that shares the target's vocabulary.
 
-    The first pass reads what the target has just decided and samples draft 1; each further pass reads
-    one draft and samples the next. The last draft is never read: if it is accepted, the next round's
-    first pass reads it.
+    The first pass reads what the target has just decided and samples draft 1; each further pass
+    reads one draft and samples the next. The last draft is never read: if it is accepted, the next
+    round's first pass reads it.
     """
 
     def __init__(self, context: SpeculatorContext) -> None:
@@ -53,7 +53,9 @@ class DraftModelSpeculator(SpeculatorBase):
                 fix="choose a draft model of the target's family, with the same tokenizer",
             )
         self.hidden = torch.zeros(
-            self.slots.shape[0], self.model.hidden_size, dtype=self.model.dtype,
+            self.slots.shape[0],
+            self.model.hidden_size,
+            dtype=self.model.dtype,
             device=self.context.device,
         )
 
@@ -72,7 +74,8 @@ class DraftModelSpeculator(SpeculatorBase):
 
     def draft(self, num_reqs_padded: int) -> DraftOutput:
         """Sample draft 1 from the prepared states, then one pass a further draft."""
-        assert self.kv is not None and self.sampler is not None
+        assert self.kv is not None
+        assert self.sampler is not None
         slots, start = self.slots[:num_reqs_padded], self.positions[:num_reqs_padded]
         hidden = self.hidden[:num_reqs_padded]
         drafts = []
