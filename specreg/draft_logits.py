@@ -62,7 +62,7 @@ class DraftLogitsCache:
             raise InternalError(
                 "the draft-logits cache cannot be allocated",
                 where="DraftLogitsPlan.layout",
-                got=f"{plan.layout}; allowed: {DraftLogitsLayout.DENSE}",
+                got=f"{plan.layout and plan.layout.value}; allowed: {DraftLogitsLayout.DENSE.value}",
                 fix="set draft_logits_layout to dense",
             )
         logits = torch.empty(plan.shape, dtype=getattr(torch, str(plan.dtype)), device=device)
