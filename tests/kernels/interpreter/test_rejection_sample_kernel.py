@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.verification_cases import (
+from verification_cases import (
     Request,
     lay_out,
     make_cache,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernels.verification_cases import Batch, make_cache
+from verification_cases import Batch, make_cache
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsCache

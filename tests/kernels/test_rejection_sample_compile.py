@@ -1,0 +1,58 @@
+"""The `rejection_sample` kernels compile for GPUs that are not there, and address with 64 bits."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from offline import TARGETS, compile_offline
+from rejection_sample_variants import VARIANTS, kernels
+
+DIVISION = re.compile(r"arith\.(rem|div|ceildiv|floordiv)\w*i\b")
+NARROW_PRODUCT = re.compile(r"arith\.muli %(\w+), %(\w+) : (?:tensor<.*x)?i32>?")
+
+# Divisions that have nothing to do with owners: a program's request and step; a draft's block.
+OTHER_DIVISIONS = {"blocks": ["div", "rem"], "accept": [], "residual": [], "draw": ["div"]}
+
+
+def divisions(ttir):
+    return sorted(DIVISION.findall(ttir))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kernel_compiles_for(variant, target):
+    for kernel, arguments in kernels(**VARIANTS[variant]).values():
+        stages = compile_offline(kernel, target, **arguments)
+        assert stages["cubin" if target == "sm_90" else "hsaco"]
+
+
+@pytest.mark.parametrize("name", ["blocks", "residual"])
+def test_logits_are_read_16_bytes_at_a_time(name):
+    kernel, arguments = kernels(num_shards=4)[name]
+    ptx = compile_offline(kernel, "sm_90", **arguments)["ptx"]
+    num_tensors = {"blocks": 1, "residual": 2}[name]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 4 * num_tensors
+
+
+def test_with_one_shard_owner_and_row_arithmetic_compile_away():
+    for name, (kernel, arguments) in kernels().items():
+        ttir = compile_offline(kernel, "sm_90", **arguments)["ttir"]
+        assert divisions(ttir) == OTHER_DIVISIONS[name]
+
+
+def test_owner_and_row_arithmetic_would_be_noticed_with_two_shards():
+    for name, (kernel, arguments) in kernels(num_shards=2).items():
+        if name != "blocks":
+            ttir = compile_offline(kernel, "sm_90", **arguments)["ttir"]
+            assert divisions(ttir) == sorted([*OTHER_DIVISIONS[name], "div", "rem"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_product_that_can_pass_31_bits_is_64_bit(variant):
+    """A 32-bit product has a constant factor: a block's first column, or a word of Philox."""
+    for kernel, arguments in kernels(**VARIANTS[variant]).values():
+        ttir = compile_offline(kernel, "sm_90", **arguments)["ttir"]
+        products = NARROW_PRODUCT.findall(ttir)
+        assert all(factor[0] == "c" or factor[:3] == "cst" for _, factor in products)
