@@ -8,7 +8,7 @@ from draft_sample_cases import POISON, POISON_STATE, make_batch, make_cache
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsCache
-from specreg.kernels import draft_sample
+from specreg.kernels import draft_sample, rejection_sample
 from specreg.ownership import Shard, owner_of, shard_row
 
 CELL_FIELDS = ("logits", "temperature", "logsumexp", "state")
@@ -149,6 +149,43 @@ def test_i6_a_slot_given_to_a_new_request_shows_nothing_of_the_old_one(shard):
     draw(make_batch([3], VOCAB_SIZE, max_num_seqs=4), cache.view())
     if shard.owns(3):
         assert cache.state[shard.row(3)].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_i6_verification_takes_no_draft_on_the_word_of_a_stale_cell(release):
+    """The stale cell would force acceptance; instead the request decodes as if it had no draft."""
+    cache = DraftLogitsCache(
+        torch.zeros(2, 1, VOCAB_SIZE), Shard(), DraftLogitsLayout.DENSE, VOCAB_SIZE
+    )
+    batch = make_batch([0, 1], VOCAB_SIZE)
+    draw(batch, cache.view())
+
+    def verify(draft):
+        return rejection_sample(
+            torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)),
+            torch.tensor([[draft]]),
+            torch.tensor([1]),
+            torch.tensor([0, 2]),
+            torch.tensor([40]),
+            batch.temperature,
+            batch.seeds,
+            cache.view(),
+            vocab_size=VOCAB_SIZE,
+        )
+
+    drafts = range(0, VOCAB_SIZE, 50)
+    cache.logits[1, 0] = -50.0  # q is almost 0 ...
+    cache.logits[1, 0, VOCAB_SIZE - 1] = 0.0  # ... for all drafts here, so p / q is large
+    cache.logsumexp[1, 0] = 0.0
+    assert all(int(verify(draft).num_sampled[0]) == 2 for draft in drafts)
+    if release:
+        cache.release(1)
+    else:
+        cache.begin(torch.tensor([1]))
+    without = verify(-1)
+    assert int(without.num_sampled[0]) == 1
+    for draft in drafts:
+        assert torch.equal(verify(draft).sampled, without.sampled)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
