@@ -412,15 +412,16 @@ def _launch(batch: RejectionBatch, output: RejectionOutput, num_blocks: int) -> 
     )
     stored = None if cache is None else cache_args(cache)
     num_shards = 1 if cache is None else cache.shard.num_shards
-    num_programs = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
     all_blocks = triton.next_power_of_2(num_blocks)
+    some_blocks = min(BLOCKS_PER_PROGRAM, all_blocks)
+    num_programs = triton.cdiv(num_blocks, some_blocks)
 
     target_blocks_kernel[(num_reqs * num_rows, num_programs)](
         blocks=blocks,
         target=target,
         batch=requests,
         NUM_ROWS=num_rows,
-        NUM_BLOCKS=BLOCKS_PER_PROGRAM,
+        NUM_BLOCKS=some_blocks,
         BLOCK_SIZE=BLOCK_SIZE,
     )
     accept_kernel[(num_reqs,)](
@@ -446,7 +447,7 @@ def _launch(batch: RejectionBatch, output: RejectionOutput, num_blocks: int) -> 
             num_blocks=num_blocks,
             NUM_ROWS=num_rows,
             NUM_SHARDS=num_shards,
-            NUM_BLOCKS=BLOCKS_PER_PROGRAM,
+            NUM_BLOCKS=some_blocks,
             BLOCK_SIZE=BLOCK_SIZE,
         )
     draw_kernel[(num_reqs,)](
