@@ -33,48 +33,44 @@ def paged_attention_reference(
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_pool.shape[1:3]
     group = num_heads // num_kv_heads
-    plain = soft_cap is None and sinks is None
-    output = query.new_zeros(num_tokens, num_heads, value_pool.shape[-1])
+    queries = query.reshape(num_tokens, num_kv_heads, group, head_dim)
+    output = query.new_zeros(num_tokens, num_kv_heads, group, value_pool.shape[-1])
+    host_positions: list[int] = positions.tolist()
+    host_lens: list[int] = kv_lens.tolist()
     for begin, end, slot in _runs(slots.tolist()):
         if slot < 0:
             continue
-        run_positions, run_lens = positions[begin:end], kv_lens[begin:end]
-        stop = int(run_lens.max())
-        start = (
-            0 if sliding_window is None else max(0, int(run_positions.min()) - sliding_window + 1)
-        )
+        num_rows = end - begin
+        stop = max(host_lens[begin:end])
+        start = 0
+        if sliding_window is not None:
+            start = max(0, min(host_positions[begin:end]) - sliding_window + 1)
         blocks = block_table[slot, start // block_size : -(-stop // block_size)]
         inside = slice(start % block_size, start % block_size + stop - start)
         # [num_kv_heads, rows, head_dim]: queries that share a key/value head are rows of a matrix.
         keys = _gather(key_pool, blocks)[inside].transpose(0, 1)
         values = _gather(value_pool, blocks)[inside].transpose(0, 1)
-        rows = (
-            query[begin:end]
-            .reshape(-1, num_kv_heads, group, head_dim)
-            .transpose(0, 1)
-            .flatten(1, 2)
-        )
+        rows = queries[begin:end].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         mask = None
-        if end - begin > 1:
+        if num_rows > 1:
             index = torch.arange(start, stop, device=query.device)
-            mask = index < run_lens[:, None]
+            mask = index < kv_lens[begin:end, None]
             if sliding_window is not None:
-                mask &= index > run_positions[:, None] - sliding_window
+                mask &= index > positions[begin:end, None] - sliding_window
             mask = mask.repeat_interleave(group, dim=0)
-        if plain:
+        if soft_cap is None and sinks is None:
             attended = F.scaled_dot_product_attention(
                 rows[None], keys[None], values[None], attn_mask=mask, scale=scale
             )[0]
         else:
-            run_sinks = None
+            sink_column = None
             if sinks is not None:
-                run_sinks = (
-                    sinks.view(num_kv_heads, 1, group).expand(-1, end - begin, -1).flatten(1)
-                )
-            attended = _attend_explicitly(rows, keys, values, mask, scale, soft_cap, run_sinks)
-        attended = attended.reshape(num_kv_heads, end - begin, group, -1).transpose(0, 1)
-        output[begin:end] = attended.flatten(1, 2)
-    return output
+                sink_column = sinks.view(num_kv_heads, 1, group).expand(-1, num_rows, -1)
+                sink_column = sink_column.reshape(num_kv_heads, -1, 1)
+            attended = _attend_explicitly(rows, keys, values, mask, scale, soft_cap, sink_column)
+        shape = (num_kv_heads, num_rows, group, -1)
+        output[begin:end] = attended.reshape(shape).transpose(0, 1)
+    return output.flatten(1, 2)
 
 
 def write_kv_reference(
@@ -142,6 +138,6 @@ def _attend_explicitly(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.to(wide)[..., None]], dim=-1)
+        scores = torch.cat([scores, sinks.to(wide)], dim=-1)
     weights = scores.softmax(-1)[..., : keys.shape[1]]
     return (weights @ values.to(wide)).to(rows.dtype)
