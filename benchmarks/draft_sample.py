@@ -1,8 +1,9 @@
 """What does drawing draft tokens cost, against the bytes that must move?
 
-Checks each case against the torch twin, then times it with CUDA events: medians over repeated launches
-whose data is far larger than the L2. The limit is `T V s (1 + 1/num_shards)` bytes over the bandwidth of a
-device-to-device copy measured in the same run (bytes read and written).
+Checks each case against the torch twin, then times it with CUDA events: medians over repeated
+launches whose data is far larger than the L2 (but for the last case). The limit is
+`T V s (1 + 1/num_shards)` bytes over the bandwidth of a device-to-device copy measured in the same
+run (bytes read and written).
 
     python benchmarks/draft_sample.py [--json FILE]
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +115,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA or ROCm device")
     reference.CHUNK_ELEMENTS = 2**27
     bandwidth = copy_bytes_per_us()
     device = torch.cuda.get_device_name()
@@ -129,10 +133,8 @@ def main() -> None:
                 f"{row['limit_us']:8.1f} {row['ratio']:6.2f}"
             )
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {"device": device, "copy_tb_per_s": bandwidth / 1e6, "rows": rows}, file, indent=1
-            )
+        result = {"device": device, "copy_tb_per_s": bandwidth / 1e6, "rows": rows}
+        Path(options.json).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

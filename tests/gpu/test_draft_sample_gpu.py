@@ -236,6 +236,7 @@ def test_draws_follow_the_draft_distribution():
     assert float(((torch.bincount(tokens, minlength=5) - expected) ** 2 / expected).sum()) < 33
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_sampling_never_waits_for_the_host():
     batch = real_batch(4, 1, 1000, BF16)
     cache = DraftLogitsCache(

@@ -27,6 +27,7 @@ from specreg.kernels.random.kernel import STREAM_DRAFT, random_words
 __all__ = ["draft_sample_triton"]
 
 BLOCKS_PER_PROGRAM = 8
+NUM_WARPS = 4
 FILL_SIZE = 4096
 BLOCK_SIZE = reference.BLOCK_SIZE
 
@@ -82,7 +83,7 @@ def _load_logits(logits, cache, token, columns):
 
 @triton.jit
 def _cell(cache, batch, req, token, NUM_SHARDS: tl.constexpr):
-    """Whether this rank stores the token, the offset of its logits and that of its statistics."""
+    """Whether this rank stores the token, where its logits go, the offset of its statistics."""
     row = owned_row(req, NUM_SHARDS, cache.shard_idx)
     step = tl.load(batch.steps + token).to(tl.int64)
     logits = row * cache.row_stride + step * cache.step_stride
@@ -274,6 +275,7 @@ def draft_sample_triton(
         NUM_SHARDS=num_shards,
         NUM_BLOCKS=blocks_per_program,
         BLOCK_SIZE=BLOCK_SIZE,
+        num_warps=NUM_WARPS,
     )
     draft_sample_tokens_kernel[(num_tokens,)](
         ids=ids,
