@@ -7,12 +7,10 @@ from torch import Tensor
 
 from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
 from specreg.errors import InternalError, TensorError
+from specreg.fingerprint import Fingerprint
 from specreg.kernels.draft_sample.op import draft_sample
-from specreg.kernels.random import random_words_reference
 
 __all__ = ["DraftSampler"]
-
-_HASH_SEED = 0x5EED
 
 
 class DraftSampler:
@@ -59,7 +57,7 @@ class DraftSampler:
         self.target_ids = target_ids
         self._view: DraftLogitsView | None = None if cache is None else cache.view()
         self._num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._hash_weights = _odd_words(max_num_seqs * num_speculative_tokens).to(device)
+        self._fingerprint = Fingerprint(max_num_seqs * num_speculative_tokens, device)
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._temperature = torch.zeros(max_num_seqs, device=device)
         self._seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -128,25 +126,13 @@ class DraftSampler:
     def proposal_hash(self, tokens: Tensor) -> Tensor:
         """64-bit hash of a proposal as an int64 scalar on the device; equal on ranks that agree.
 
-        Sum of (token + 2) times a random odd word of its place, modulo 2^64: it depends on the
-        order, and a change of one token always shows.
-
         Args:
             tokens: int64 `[num_reqs, num_speculative_tokens]`, -1 where there is no draft.
 
         Raises:
             TensorError: more tokens than the slots can have.
         """
-        if tokens.numel() > len(self._hash_weights):
-            raise TensorError(
-                "a proposal cannot be hashed",
-                where="DraftSampler.proposal_hash(tokens)",
-                got=f"{tokens.numel()} tokens; allowed: at most {len(self._hash_weights)}, K for "
-                "each slot",
-                fix="pass the proposal's [num_reqs, num_speculative_tokens] matrix",
-            )
-        weights = self._hash_weights[: tokens.numel()]
-        return ((tokens.flatten() + 2) * weights).sum()
+        return self._fingerprint(tokens)
 
     def _slots_of(self, logits: Tensor) -> Tensor:
         num_reqs, num_rows = len(self._slots), len(logits)
@@ -173,9 +159,3 @@ class DraftSampler:
                 fix="sample num_speculative_tokens drafts, counting from 0",
             )
         return torch.full_like(slots, step)
-
-
-def _odd_words(count: int) -> Tensor:
-    """int64 `[count]` of fixed random odd 64-bit words."""
-    words = random_words_reference(torch.tensor(_HASH_SEED), torch.arange(count), 0, 0)
-    return words[0] | (words[1] << 32) | 1
