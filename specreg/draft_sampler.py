@@ -28,8 +28,13 @@ class DraftSampler:
         greedy: take the argmax whatever the temperature; goes with no cache.
         target_ids: int64 `[num_draft_columns]`, target id of each column of a reduced draft head.
 
+    Attributes:
+        num_nans: int32 `[max_num_seqs]` by slot, draft rows with a NaN or without a logit above
+            -inf since the host last cleared it.
+
     Raises:
         InternalError: `greedy` with a cache.
+        TensorError: `target_ids` that are not injective or lie outside the vocabulary.
     """
 
     def __init__(
@@ -50,25 +55,19 @@ class DraftSampler:
                 got="greedy=True with a cache; allowed: one of them",
                 fix="allocate no cache for draft_sample_method greedy",
             )
+        if target_ids is not None:
+            _check_injective(target_ids, vocab_size)
         self.cache = cache
         self.vocab_size = vocab_size
         self.num_speculative_tokens = num_speculative_tokens
         self.greedy = greedy
         self.target_ids = target_ids
         self._view: DraftLogitsView | None = None if cache is None else cache.view()
-        self._num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._fingerprint = Fingerprint(max_num_seqs * num_speculative_tokens, device)
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._temperature = torch.zeros(max_num_seqs, device=device)
         self._seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-
-    @property
-    def num_nans(self) -> Tensor:
-        """int32 `[max_num_seqs]` by slot: draft rows with a NaN, or without a logit above -inf.
-
-        Counted since the host last cleared it; aliases the sampler's counter.
-        """
-        return self._num_nans
 
     def begin(
         self, idx_mapping: Tensor, sample_idx_mapping: Tensor, temperature: Tensor, seeds: Tensor
@@ -119,7 +118,7 @@ class DraftSampler:
             self._view,
             vocab_size=self.vocab_size,
             target_ids=self.target_ids,
-            num_nans=self._num_nans,
+            num_nans=self.num_nans,
             greedy=self.greedy,
         )
 
@@ -159,3 +158,17 @@ class DraftSampler:
                 fix="sample num_speculative_tokens drafts, counting from 0",
             )
         return torch.full_like(slots, step)
+
+
+def _check_injective(target_ids: Tensor, vocab_size: int) -> None:
+    """Refuse a map that would store outside a row or twice at one place; reads it on the host."""
+    ids, counts = target_ids.unique(return_counts=True)
+    offending = ids[(counts > 1) | (ids < 0) | (ids >= vocab_size)].tolist()
+    if offending:
+        raise TensorError(
+            "a reduced vocabulary does not map into the target's",
+            where="DraftSampler(target_ids)",
+            got=f"{len(offending)} ids that repeat or lie outside, such as {offending[:8]}; allowed: "
+            f"distinct ids below {vocab_size}",
+            fix="pass the target id of each draft column; checkpoints often hold offsets to add",
+        )

@@ -126,6 +126,14 @@ def test_ids_of_a_reduced_vocabulary_are_target_ids():
     assert bool((sampler.cache.logits[:2, 0, 1::2] == -torch.inf).all())
 
 
+@pytest.mark.parametrize(
+    ("target_ids", "offending"), [([3, 5, 3], r"\[3\]"), ([-1, 2, VOCAB_SIZE], r"\[-1, 40\]")]
+)
+def test_a_map_that_repeats_or_leaves_the_vocabulary_is_refused(target_ids, offending):
+    with pytest.raises(TensorError, match=rf"such as {offending}[^$]*offsets to add"):
+        sampler_with(target_ids=torch.tensor(target_ids))
+
+
 def test_bad_rows_are_counted_by_slot_until_the_host_clears_them():
     sampler = sampler_with(Shard())
     begin(sampler, [3, 0])
