@@ -162,13 +162,13 @@ class DraftSampler:
 
 def _check_injective(target_ids: Tensor, vocab_size: int) -> None:
     """Refuse a map that would store outside a row or twice at one place; reads it on the host."""
-    ids, counts = target_ids.unique(return_counts=True)
+    ids, counts = torch.unique(target_ids, return_counts=True)
     offending = ids[(counts > 1) | (ids < 0) | (ids >= vocab_size)].tolist()
     if offending:
         raise TensorError(
             "a reduced vocabulary does not map into the target's",
             where="DraftSampler(target_ids)",
-            got=f"{len(offending)} ids that repeat or lie outside, such as {offending[:8]}; allowed: "
-            f"distinct ids below {vocab_size}",
+            got=f"{len(offending)} ids that repeat or lie outside, such as {offending[:8]}; "
+            f"allowed: distinct ids below {vocab_size}",
             fix="pass the target id of each draft column; checkpoints often hold offsets to add",
         )
