@@ -292,6 +292,13 @@ def test_tiny_temperatures_give_the_argmax_and_disturb_no_neighbour(temperature)
     assert [emitted(output)[b] for b in others] == [emitted(neighbours)[b] for b in others]
 
 
+def test_a_temperature_of_nan_gives_an_id_of_the_vocabulary():
+    (request,) = random_requests(1, 700)
+    batch = lay_out([request], [0])
+    tokens = emitted(verify(batch._replace(temperature=torch.tensor([NAN])), 700))[0]
+    assert all(0 <= token < 700 for token in tokens)
+
+
 def test_drafts_at_a_tiny_temperature_are_verified_without_a_distribution_rather_than_wrongly():
     (request,) = random_requests(1, 900)
     tokens = emitted(verify(lay_out([replace(request, drafted_at=1e-45)], [0]), 900))[0]
@@ -413,6 +420,7 @@ def test_inputs_are_left_alone():
         ("draft_tokens", torch.zeros(3, 2, dtype=torch.int64).T, "stride 1 in a row"),
         ("draft_tokens", torch.zeros(2, 4, dtype=torch.int64), "no cell for some drafts"),
         ("idx_mapping", torch.zeros(2, dtype=torch.int32), "idx_mapping"),
+        ("idx_mapping", torch.tensor([0, 2]), "has no slot"),
         ("cu_num_logits", torch.tensor([0, 4]), "cu_num_logits"),
         ("cu_num_logits", torch.tensor([0, 5, 4]), "out of order"),
         ("positions", torch.zeros(2), "positions"),

@@ -295,6 +295,61 @@ def test_a_draft_distribution_taken_at_the_requests_present_temperature_is_caugh
     assert verify(batch._replace(cache=now)).score > 10 * CRITICAL
 
 
+def exact_law(monkeypatch, batch: Batch, vocab_size: int) -> torch.Tensor:
+    """The law of the first token's draw, from the units that a request a block is drawn with."""
+    num_blocks = -(-vocab_size // reference.BLOCK_SIZE)
+    units = []
+
+    def draw(weights, words):
+        units.append(weights.double())
+        first = len(units) % 2
+        return torch.arange(len(weights)) if first else torch.zeros(len(weights), dtype=torch.int64)
+
+    monkeypatch.setattr(reference, "draw_index_reference", draw)
+    rejection_sample(*batch, vocab_size=vocab_size)
+    masses, lanes = units
+    assert masses.shape[0] == lanes.shape[0] == num_blocks
+    law = (masses[0] / masses[0].sum())[:, None] * (lanes / lanes.sum(1, keepdim=True).clamp(min=1))
+    return law.flatten()[:vocab_size]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("kind", ["residual", "without draft", "target"])
+def test_the_exact_law_of_each_draw_is_within_1e_4_of_what_it_stands_for(monkeypatch, kind, scale):
+    """In total variation; 1e-6 at most here, the grid of the random words apart."""
+    vocab_size, temperature = 30_001, 0.9
+    num_blocks = -(-vocab_size // reference.BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randn(vocab_size, generator=generator) * scale
+    draft = target + torch.randn(vocab_size, generator=generator) * 0.5
+    slots = torch.arange(num_blocks)
+    cache = make_cache(num_blocks, 1, vocab_size)
+    cache.logits[:] = draft
+    cache.temperature.fill_(0.0 if kind == "without draft" else temperature)
+    cache.logsumexp.copy_((draft / temperature).logsumexp(0))
+    cache.state.fill_(1)
+    token = int(target.argmax())
+    p, q = (target.double() / temperature).softmax(0), (draft.double() / temperature).softmax(0)
+    without = p.clone()
+    without[token] = 0
+    expected = {"residual": (p - q).clamp(min=0), "without draft": without, "target": p}[kind]
+    monkeypatch.setattr(reference, "uniform_reference", lambda words: torch.full((1,), torch.inf))
+    batch = Batch(
+        target_logits=target.expand(2 * num_blocks, vocab_size),
+        draft_tokens=torch.full((num_blocks, 1), -1 if kind == "target" else token),
+        idx_mapping=slots,
+        cu_num_logits=torch.arange(num_blocks + 1) * 2,
+        positions=slots,
+        temperature=torch.full((num_blocks,), temperature),
+        seeds=slots,
+        cache=cache,
+    )
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", num_blocks * vocab_size)
+    law = exact_law(monkeypatch, batch, vocab_size)
+    expected = expected / expected.sum()
+    assert float((law - expected).abs().sum()) / 2 < 1e-4
+
+
 VOCAB_SIZE = 16
 
 

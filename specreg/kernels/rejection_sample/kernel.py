@@ -372,6 +372,7 @@ def draw_kernel(
             )
     lane = draw_index(to_units(weights, tl.max(weights, 0)), word1)
     token = tl.where(is_empty, tl.maximum(removed, 0), chosen * BLOCK_SIZE + lane)
+    token = tl.minimum(token, target.vocab_size - 1)  # only a temperature of NaN gets this far
     tl.store(output.sampled + req * NUM_ROWS + step, token)
 
 

@@ -82,7 +82,7 @@ def rejection_sample(
 
     Raises:
         TensorError: shapes, dtypes, devices or strides that do not fit, or an unknown method; on
-            the host also offsets of logits rows that are out of order or range.
+            the host also slots and offsets of logits rows that are out of range or order.
     """
     if method not in METHODS:
         raise TensorError(
@@ -151,7 +151,7 @@ def _check(batch: RejectionBatch) -> None:
                 fix="pass at most as many drafts as the cache was allocated for",
             )
     if device.type == "cpu":
-        _check_offsets(batch.cu_num_logits, batch.target_logits.shape[0])
+        _check_values(batch)
 
 
 def _check_logits(batch: RejectionBatch) -> None:
@@ -176,7 +176,17 @@ def _check_logits(batch: RejectionBatch) -> None:
     check_strides("rejection_sample(target_logits)", logits, is_packed, "stride 1 between columns")
 
 
-def _check_offsets(cu_num_logits: Tensor, num_logits: int) -> None:
+def _check_values(batch: RejectionBatch) -> None:
+    """What costs a host synchronisation elsewhere."""
+    cu_num_logits, num_logits = batch.cu_num_logits, batch.target_logits.shape[0]
+    max_num_seqs = batch.seeds.numel()
+    if batch.num_reqs and int(batch.idx_mapping.max()) >= max_num_seqs:
+        raise TensorError(
+            "a request has no slot",
+            where="rejection_sample(idx_mapping)",
+            got=f"{int(batch.idx_mapping.max())}; allowed: below {max_num_seqs}, or -1 for padding",
+            fix="pass temperature and seeds of max_num_seqs slots",
+        )
     first, last = int(cu_num_logits[0]), int(cu_num_logits[-1])
     if first < 0 or last > num_logits or bool((cu_num_logits.diff() < 0).any()):
         raise TensorError(

@@ -79,6 +79,7 @@ class _Step:
 
     Attributes:
         index: of the step in its round.
+        vocab_size: columns that are tokens.
         target: cleaned target logits.
         inverse: fp32 `[n]`, one over the temperature; 1 where that is 0.
         is_greedy: bool `[n]`.
@@ -89,6 +90,7 @@ class _Step:
     """
 
     index: int
+    vocab_size: int
     target: Blocks
     inverse: Tensor
     is_greedy: Tensor
@@ -111,6 +113,7 @@ class _Step:
         rows = batch.cu_num_logits[reqs] + index
         return cls(
             index=index,
+            vocab_size=batch.vocab_size,
             target=Blocks.cut(batch.target_logits[rows, : batch.vocab_size]),
             inverse=_inverse(temperature),
             is_greedy=temperature == 0,
@@ -237,7 +240,8 @@ def _draw(step: _Step, masses: Tensor, draft_probs: _DraftProbs) -> Tensor:
         weights[rows] = residual[torch.arange(len(rows)), block[rows]]
     lane = draw_index_reference(to_units_reference(weights, weights.amax(1, keepdim=True)), second)
     is_empty = target.peak.amax(1) == -torch.inf
-    return torch.where(is_empty, nothing_left, block * BLOCK_SIZE + lane)
+    tokens = torch.where(is_empty, nothing_left, block * BLOCK_SIZE + lane)
+    return tokens.clamp(max=step.vocab_size - 1)  # only a temperature of NaN gets this far
 
 
 def _residual(
