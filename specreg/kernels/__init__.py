@@ -12,8 +12,8 @@ import os
 # The ops are bound by memory: it costs no time.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
-from specreg.kernels.rejection_sample.op import rejection_sample
 from specreg.kernels.draft_sample.op import draft_sample
+from specreg.kernels.rejection_sample.op import rejection_sample
 from specreg.kernels.shard_plan.op import shard_plan
 from specreg.kernels.shard_plan.plan import ShardPlan
 

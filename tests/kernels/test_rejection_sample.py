@@ -316,6 +316,20 @@ def test_tokens_do_not_depend_on_slot_batch_row_or_batch_size(dtype):
     assert len({len(tokens) for tokens in together}) > 1
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tokens_do_not_depend_on_the_batch_at_a_real_vocabulary(num_threads):
+    requests = random_requests(5, 49_152, 2, closeness=0.8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = verify(lay_out(requests, list(range(5)), num_drafts=2), 49_152)
+        for b, request in enumerate(requests):
+            alone = verify(lay_out([request], [0], num_drafts=2), 49_152)
+            assert emitted(alone) == [emitted(together)[b]]
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
 def test_ranks_that_verify_what_they_own_emit_what_one_rank_emits(num_shards):
     requests = random_requests(9, 300)

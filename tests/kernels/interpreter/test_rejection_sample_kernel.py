@@ -1,4 +1,4 @@
-"""`rejection_sample` in the interpreter against its torch twin; scratch and outputs are poisoned."""
+"""`rejection_sample` in the interpreter against its twin; scratch and outputs are poisoned."""
 
 from dataclasses import replace
 
