@@ -12,8 +12,8 @@ demo:
 	@echo "SmolLM2-135M-Instruct on two ranks; no smaller drafter of its family is at hand, so it drafts"
 	@echo "with the same weights: watch the data flow and the acceptance, not the speed."
 	$(PYTHON) -m specreg generate --target smollm2-135m-instruct -tp 2 \
-	  --enable-batch-sharded-sampling --temperature 0.8 --seed 1 --max-tokens 64 \
-	  --prompt "The three most important rules of good writing are" \
+	  --enable-batch-sharded-sampling --temperature 0.8 --seed 1 --max-tokens 48 \
+	  --max-model-len 256 --prompts examples/prompts.jsonl \
 	  --speculative-config '$(DEMO_DRAFTER)'
 
 test:

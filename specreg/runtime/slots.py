@@ -28,7 +28,7 @@ class SlotPool:
         return sum(map(len, self._free))
 
     def take(self) -> int | None:
-        """The lowest free slot of the owner with the fewest live requests; None if all are taken."""
+        """The lowest free slot of the owner with the fewest live requests; None if none is free."""
         owners = [owner for owner in range(self.num_owners) if self._free[owner]]
         if not owners:
             return None
