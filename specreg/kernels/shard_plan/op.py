@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specreg.errors import TensorError
 from specreg.kernels.common.checks import INDICES, check_tensor
+from specreg.kernels.common.dispatch import uses_triton
 from specreg.kernels.shard_plan.plan import ShardPlan
 from specreg.kernels.shard_plan.reference import shard_plan_reference
 from specreg.ownership import Shard
@@ -60,6 +61,8 @@ def shard_plan(
                 got=f"None, with index maps on {device}",
                 fix="pass num_logits=target_logits.shape[0], or plan on the host with CPU maps",
             )
+        if not uses_triton(device):
+            return shard_plan_reference(idx_mapping, cu_num_logits, shard, num_logits)
         from specreg.kernels.shard_plan.kernel import shard_plan_triton
 
         return shard_plan_triton(idx_mapping, cu_num_logits, shard, num_logits)
