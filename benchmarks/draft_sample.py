@@ -5,12 +5,13 @@ launches whose data is far larger than the L2 (but for the last case). The limit
 `T V s (1 + 1/num_shards)` bytes over the bandwidth of a device-to-device copy measured in the same
 run (bytes read and written).
 
-    python benchmarks/draft_sample.py [--json FILE]
+    python benchmarks/draft_sample.py [--json FILE] [--sweep]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -111,13 +112,34 @@ def measure(case: tuple[int, int, int, torch.dtype], num_shards: int, bandwidth:
     }
 
 
+def sweep() -> None:
+    """Microseconds of the first case for each size of the first launch's programs."""
+    from specreg.kernels.draft_sample import kernel
+
+    arguments = inputs(*CASES[0])
+    print("blocks a program  warps  1 shard  TP4 shard")
+    for kernel.BLOCKS_PER_PROGRAM in (2, 4, 8, 16):
+        for kernel.NUM_WARPS in (1, 2, 4, 8):
+            times = []
+            for num_shards in NUM_SHARDS:
+                cache = allocate(*CASES[0], Shard(num_shards, 0))
+                draw = functools.partial(draft_sample, *arguments, cache, vocab_size=CASES[0][2])
+                times.append(median_us(draw, 20))
+            print(
+                f"{kernel.BLOCKS_PER_PROGRAM:16d} {kernel.NUM_WARPS:6d} {times[0]:8.1f} {times[1]:10.1f}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
+    parser.add_argument("--sweep", action="store_true", help="time program sizes instead")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA or ROCm device")
     reference.CHUNK_ELEMENTS = 2**27
+    if options.sweep:
+        return sweep()
     bandwidth = copy_bytes_per_us()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")
