@@ -125,9 +125,8 @@ def sweep() -> None:
                 cache = allocate(*CASES[0], Shard(num_shards, 0))
                 draw = functools.partial(draft_sample, *arguments, cache, vocab_size=CASES[0][2])
                 times.append(median_us(draw, 20))
-            print(
-                f"{kernel.BLOCKS_PER_PROGRAM:16d} {kernel.NUM_WARPS:6d} {times[0]:8.1f} {times[1]:10.1f}"
-            )
+            size = f"{kernel.BLOCKS_PER_PROGRAM:16d} {kernel.NUM_WARPS:6d}"
+            print(f"{size} {times[0]:8.1f} {times[1]:10.1f}")
 
 
 def main() -> None:
