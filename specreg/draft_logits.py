@@ -59,10 +59,11 @@ class DraftLogitsCache:
         if not plan.has_cache:
             return None
         if plan.layout is not DraftLogitsLayout.DENSE:
+            got = plan.layout.value if plan.layout else None
             raise InternalError(
                 "the draft-logits cache cannot be allocated",
                 where="DraftLogitsPlan.layout",
-                got=f"{plan.layout and plan.layout.value}; allowed: {DraftLogitsLayout.DENSE.value}",
+                got=f"{got}; allowed: {DraftLogitsLayout.DENSE.value}",
                 fix="set draft_logits_layout to dense",
             )
         logits = torch.empty(plan.shape, dtype=getattr(torch, str(plan.dtype)), device=device)

@@ -1,5 +1,4 @@
-"""Tokens from draft logits, by inverse CDF; the owned rows and their statistics are stored on the
-way.
+"""Tokens from draft logits, by inverse CDF; owned rows are stored with their statistics on the way.
 
 For a token with logits x (as stored: rounded to the cache's dtype), temperature t and blocks B_1,
 B_2, ... of 512 columns,
@@ -11,7 +10,7 @@ B_2, ... of 512 columns,
 
 and the argmax, lowest id first, where t is 0. Two words, because the 2^23 values of one are too
 coarse for a vocabulary of 10^5: the law of one word is 3e-3 off in total variation, that of two
-2e-5. All sums are of integers (`specreg.kernels.common`), so they are exact and a token depends on
+2e-5 at most. All sums are of integers (`specreg.kernels.common`), so they are exact and a token depends on
 nothing but its own logits, temperature, seed, position and step.
 
 Bytes that must move for T tokens over V columns of s bytes: `T V s (1 + 1/num_shards)`.

@@ -64,7 +64,7 @@ def test_streams_are_distinct_and_their_counters_never_meet():
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(sorted(STREAMS), 2)))
 def test_streams_are_pairwise_independent(first, second):
-    """Chi-square of the joint 16 x 16 histogram, 225 df: 5 sigma is 331; a shared one scores 3e6."""
+    """Chi-square of the joint 16 x 16 histogram, 225 df: 5 sigma: 331; a shared one scores 3e6."""
     num_draws = 200_000
     positions = torch.arange(num_draws)
     buckets = [
