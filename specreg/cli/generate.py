@@ -89,9 +89,12 @@ def generate(
         }
     )
     # The engine brings torch and transformers: not before the arguments have been understood.
+    from transformers.utils.logging import disable_progress_bar
+
     from specreg.runtime.engine import Engine
     from specreg.sampling_params import SamplingParams
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # They would break into the bar here.
     params = [
         SamplingParams(
             max_tokens=max_tokens,
@@ -117,14 +120,17 @@ def generate(
 
 @contextmanager
 def _progress(num_prompts: int) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """A spinner for the stages of loading, then a bar over the prompts; on standard error."""
+    """A moving bar with the stage of loading, then a bar over the prompts; on standard error."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=num_prompts)
-        yield (
-            lambda stage: progress.update(task, description=stage),
-            lambda _: progress.update(task, description="generating", advance=1),
-        )
+        loading = progress.add_task("starting", total=None)
+        prompts = progress.add_task("prompts", total=num_prompts, visible=False)
+
+        def finish(_: int) -> None:
+            progress.update(loading, visible=False)
+            progress.update(prompts, visible=True, advance=1)
+
+        yield lambda stage: progress.update(loading, description=stage), finish
 
 
 def _stats_as_json(stats: RunStats) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 from specreg.config import EngineConfig
 from specreg.errors import RankFailedError
@@ -34,6 +35,7 @@ def main() -> int:
     Standard output carries one JSON string, the reason, when the rank fails.
     """
     report, sys.stdout = sys.stdout, sys.stderr
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # Rank 0 shows progress.
     try:
         _serve(json.loads(sys.stdin.readline()))
     except RankFailedError as error:
