@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
+from specreg.draft_vocab import check_target_ids
 from specreg.errors import InternalError, TensorError
 from specreg.fingerprint import Fingerprint
 from specreg.kernels.draft_sample.op import draft_sample
@@ -26,7 +27,8 @@ class DraftSampler:
         num_speculative_tokens: K, the steps of a proposal.
         device: of logits and maps.
         greedy: take the argmax whatever the temperature; goes with no cache.
-        target_ids: int64 `[num_draft_columns]`, target id of each column of a reduced draft head.
+        target_ids: integers `[num_draft_columns]`, target id of each column of a reduced draft
+            head; None takes the cache's.
 
     Attributes:
         num_nans: int32 `[max_num_seqs]` by slot, draft rows with a NaN or without a logit above
@@ -34,7 +36,7 @@ class DraftSampler:
 
     Raises:
         InternalError: `greedy` with a cache.
-        TensorError: `target_ids` that are not injective or lie outside the vocabulary.
+        TensorError: `target_ids` that repeat or lie outside the vocabulary.
     """
 
     def __init__(
@@ -55,13 +57,19 @@ class DraftSampler:
                 got="greedy=True with a cache; allowed: one of them",
                 fix="allocate no cache for draft_sample_method greedy",
             )
-        if target_ids is not None:
-            _check_injective(target_ids, vocab_size)
         self.cache = cache
         self.vocab_size = vocab_size
         self.num_speculative_tokens = num_speculative_tokens
         self.greedy = greedy
-        self.target_ids = target_ids
+        if cache is not None and target_ids is None:
+            self.target_ids = cache.target_ids
+        else:
+            self.target_ids = check_target_ids(
+                target_ids,
+                vocab_size=vocab_size,
+                draft_vocab_size=None if target_ids is None else target_ids.numel(),
+                device=device,
+            )
         self._view: DraftLogitsView | None = None if cache is None else cache.view()
         self.num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._fingerprint = Fingerprint(max_num_seqs * num_speculative_tokens, device)
@@ -158,17 +166,3 @@ class DraftSampler:
                 fix="sample num_speculative_tokens drafts, counting from 0",
             )
         return torch.full_like(slots, step)
-
-
-def _check_injective(target_ids: Tensor, vocab_size: int) -> None:
-    """Refuse a map that would store outside a row or twice at one place; reads it on the host."""
-    ids, counts = torch.unique(target_ids, return_counts=True)
-    offending = ids[(counts > 1) | (ids < 0) | (ids >= vocab_size)].tolist()
-    if offending:
-        raise TensorError(
-            "a reduced vocabulary does not map into the target's",
-            where="DraftSampler(target_ids)",
-            got=f"{len(offending)} ids that repeat or lie outside, such as {offending[:8]}; "
-            f"allowed: distinct ids below {vocab_size}",
-            fix="pass the target id of each draft column; checkpoints often hold offsets to add",
-        )

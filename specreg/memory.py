@@ -76,8 +76,9 @@ def draft_logits_size(
 
     Each (row, step) carries two fp32 statistics (temperature, logsumexp) and one state byte; the
     states have one row more than the logits, where writes for rows of other ranks go.
-    `draft_vocab` adds an int32 `[vocab_size]` table. A speculator with candidates adds their int32
-    ids, in `dense` because the next step clears the previous candidates by them.
+    `draft_vocab` adds an int32 `[vocab_size]` table. A speculator with candidates writes the other
+    two and adds their int32 ids, in `dense` because the next proposal clears the previous
+    candidates by them.
 
     Args:
         layout: what a (row, step) holds.
@@ -90,13 +91,13 @@ def draft_logits_size(
     """
     cells = rows * num_speculative_tokens
     side_bytes = 2 * _STATISTIC_BYTES * cells + _STATE_BYTES * (cells + num_speculative_tokens)
-    side_bytes += _ID_BYTES * cells * (num_candidates or 0)
-    if layout is DraftLogitsLayout.DENSE:
-        width = vocab_size
-    elif layout is DraftLogitsLayout.DRAFT_VOCAB:
+    if layout is DraftLogitsLayout.DRAFT_VOCAB:
         width = _needed(draft_vocab_size, layout, "draft_vocab_size")
         side_bytes += _ID_BYTES * vocab_size
     else:
+        width = vocab_size
+        side_bytes += _ID_BYTES * cells * (num_candidates or 0)
+    if layout is DraftLogitsLayout.TOP_K:
         width = _needed(num_candidates, layout, "num_candidates")
         dtype = "float32"
     return CacheSize(

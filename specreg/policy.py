@@ -201,10 +201,12 @@ def _possible_layouts(
     if capabilities.cache_dtype is CacheDtype.FLOAT32:
         dtype = "float32"
     reads = _layouts_read(inputs)
+    draft_vocab_size, num_candidates = capabilities.draft_vocab_size, capabilities.num_candidates
+    is_reduced = draft_vocab_size is not None and draft_vocab_size != vocab_size
     has_facts = {
         DraftLogitsLayout.DENSE: True,
-        DraftLogitsLayout.DRAFT_VOCAB: capabilities.draft_vocab_size is not None,
-        DraftLogitsLayout.TOP_K: capabilities.num_candidates is not None,
+        DraftLogitsLayout.DRAFT_VOCAB: is_reduced and num_candidates is None,
+        DraftLogitsLayout.TOP_K: num_candidates is not None,
     }
     return {
         layout: draft_logits_size(
@@ -213,8 +215,8 @@ def _possible_layouts(
             num_speculative_tokens=speculative.num_speculative_tokens,
             vocab_size=_known(vocab_size, inputs, "vocab_size", "--vocab-size"),
             dtype=_known(dtype, inputs, "dtype", "--dtype"),
-            draft_vocab_size=capabilities.draft_vocab_size,
-            num_candidates=capabilities.num_candidates,
+            draft_vocab_size=draft_vocab_size,
+            num_candidates=num_candidates,
         )
         for layout in DraftLogitsLayout
         if layout in capabilities.layouts and layout in reads and has_facts[layout]

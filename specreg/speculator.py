@@ -262,6 +262,11 @@ class SpeculatorBase:
     """Default behaviour: `propose` is `prepare` (eager) and then `draft` (capturable).
 
     A subclass writes `load_model`, `weight_bytes`, `prepare` and `draft`.
+
+    Attributes:
+        target_ids: integers `[draft_vocab_size]`, the target id of each column of a reduced draft
+            head, which `load_model` reads from the checkpoint; None where column and id are the
+            same. The host hands it to the `DraftSampler`, and so draft ids never leave the core.
     """
 
     def __init__(self, context: SpeculatorContext) -> None:
@@ -272,6 +277,7 @@ class SpeculatorBase:
         self.spec = context.spec
         self.num_speculative_tokens: int = speculative.num_speculative_tokens
         self.draft_logits: DraftLogitsCache | None = None
+        self.target_ids: Tensor | None = None
         self.sampler: DraftSampler | None = None
         self.kv: KVView | None = None
 
@@ -288,8 +294,8 @@ class SpeculatorBase:
     def allocate_draft_logits(
         self, plan: DraftLogitsPlan, device: torch.device
     ) -> DraftLogitsCache | None:
-        """Allocate the cache that `plan` describes and keep it in `draft_logits`."""
-        self.draft_logits = DraftLogitsCache.allocate(plan, device)
+        """Allocate the cache that `plan` describes, with the map, and keep it in `draft_logits`."""
+        self.draft_logits = DraftLogitsCache.allocate(plan, device, self.target_ids)
         return self.draft_logits
 
     def bind(self, sampler: DraftSampler, kv: KVView) -> None:
