@@ -1,4 +1,4 @@
-"""Ops on draft and target logits: one folder each, with Triton kernel, torch twin and entry point.
+"""Ops on logits, keys and values: one folder each, with Triton kernel, torch twin and entry point.
 
 Entry points dispatch on the device: Triton on CUDA and ROCm, the torch reference on CPU
 and wherever Triton is not installed.
@@ -13,8 +13,16 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
 from specreg.kernels.draft_sample.op import draft_sample
+from specreg.kernels.paged_attention.op import paged_attention, write_kv
 from specreg.kernels.rejection_sample.op import rejection_sample
 from specreg.kernels.shard_plan.op import shard_plan
 from specreg.kernels.shard_plan.plan import ShardPlan
 
-__all__ = ["ShardPlan", "draft_sample", "rejection_sample", "shard_plan"]
+__all__ = [
+    "ShardPlan",
+    "draft_sample",
+    "paged_attention",
+    "rejection_sample",
+    "shard_plan",
+    "write_kv",
+]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specreg.capabilities import KVLayerSpec
 from specreg.errors import SpecregError, TargetError
-from specreg.kernels.paged_attention import paged_attention, write_kv
+from specreg.kernels import paged_attention, write_kv
 from specreg.nn.hf_attention import (
     ATTENTION,
     PROBE_ATTENTION,
@@ -261,7 +261,7 @@ def _packed(state: Tensor) -> Tensor:
 def _check_states(structure: DecoderStructure, own: list[Tensor], ours: list[Tensor]) -> None:
     names = ("the embedding", *structure.layer_names)
     for name, theirs, mine in zip(names, own, ours, strict=True):
-        error = _relative_error(theirs, mine)
+        error = _relative_error(theirs, mine, theirs.dtype)
         if error > _tolerance(theirs.dtype):
             raise TargetError(
                 "packed requests do not reproduce the model's own forward",
@@ -271,12 +271,12 @@ def _check_states(structure: DecoderStructure, own: list[Tensor], ours: list[Ten
             )
 
 
-def _relative_error(expected: Tensor, actual: Tensor) -> float:
-    """Worst row in fp32 and wider; the median row below, where a router may flip at a near-tie."""
+def _relative_error(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> float:
+    """Of the worst row in fp32; below, of the median row: a router may flip at a near-tie."""
     difference = (expected.double() - actual.double()).norm(dim=-1).flatten()
     size = expected.double().norm(dim=-1).flatten().clamp(min=1e-30)
     errors = difference / size
-    return float(errors.max() if expected.dtype.itemsize >= 4 else errors.median())
+    return float(errors.max() if dtype.itemsize >= 4 else errors.median())
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -298,9 +298,9 @@ def _find_head(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> LMHead
         bare,
     ]
     expected = logits[:, :vocab_size]
-    errors = [_relative_error(expected, head(hidden[0])) for head in candidates]
+    errors = [_relative_error(expected, head(hidden[0]), hidden.dtype) for head in candidates]
     best = min(range(len(candidates)), key=errors.__getitem__)
-    if errors[best] > _tolerance(expected.dtype) / 10:
+    if errors[best] > _tolerance(hidden.dtype) / 10:
         raise TargetError(
             "the logits are not those of the head",
             where=f"{type(model).__name__}, {type(linear).__name__} after the final norm",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specreg.capabilities import KVLayerSpec
 from specreg.errors import PluginError
-from specreg.kernels.paged_attention import paged_attention, write_kv
+from specreg.kernels import paged_attention, write_kv
 from specreg.ownership import cdiv
 from specreg.speculator import KVRows
 
