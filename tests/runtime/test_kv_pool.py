@@ -54,6 +54,31 @@ def test_a_new_request_forgets_the_blocks_of_the_slots_last_one() -> None:
     assert pool.block_table[1].tolist() == [6, 0, 0, 0, 0]
 
 
+def test_the_last_of_several_updates_of_a_slot_in_one_plan_holds() -> None:
+    pool = make_pool()
+    pool.assign([(1, 0, [0, 1, 2]), (1, 0, [4]), (1, 1, [6])])
+    assert pool.block_table[1].tolist() == [5, 7, 0, 0, 0]
+
+
+def test_values_may_have_heads_of_another_size_than_keys() -> None:
+    layers = [KVLayerSpec(2, 8, value_head_dim=6)]
+    pool = KVPool(
+        layers,
+        num_blocks=3,
+        block_size=4,
+        max_num_seqs=1,
+        max_model_len=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    pool.assign([(0, 0, [1])])
+    assert pool.nbytes == 4 * KVPool.block_bytes(layers, 4, torch.float32)
+    rows = causal(0, 0, 3)
+    pool.view().write(0, rows, torch.ones(3, 2, 8), torch.full((3, 2, 6), 2.0))
+    out = pool.view().attend(0, torch.ones(3, 4, 8), rows, scale=1.0)
+    assert torch.equal(out, torch.full((3, 4, 6), 2.0))
+
+
 def test_views_number_their_layers_from_zero_over_shared_memory() -> None:
     pool = make_pool()
     pool.assign([(0, 0, [2, 0])])
