@@ -30,7 +30,7 @@ def compile_offline(
         kernel: a `triton.jit` function.
         target: a key of `TARGETS`.
         num_warps: as at launch.
-        arguments: what a launch would pass by keyword: tensors (only their dtype counts), integers,
+        arguments: what a launch would pass by keyword: tensors (only their dtype counts), numbers,
             tuples of these, None.
     """
     constants: dict[tuple[int, ...], Any] = {}
@@ -55,6 +55,8 @@ def _type(value, path, constants, attributes, is_constexpr=False) -> Any:
     if isinstance(value, torch.Tensor):
         attributes[path] = [["tt.divisibility", 16]]
         return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
     if value % 16 == 0:
         attributes[path] = [["tt.divisibility", 16]]
     return "i64" if abs(value) >= 2**31 else "i32"

@@ -4,102 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from paged_attention_cases import BLOCK_SIZE, Paged, ragged_rows, rows_of
 
 from specreg.errors import TensorError
 from specreg.kernels.paged_attention.op import paged_attention, write_kv
 
-BLOCK_SIZE = 4
-MAX_BLOCKS = 10
-
-
-class Paged:
-    """Random pools with shuffled blocks, and the dense keys and values that they hold."""
-
-    def __init__(
-        self,
-        *,
-        num_slots: int = 5,
-        num_heads: int = 6,
-        num_kv_heads: int = 2,
-        head_dim: int = 8,
-        value_head_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        table_dtype: torch.dtype = torch.int64,
-    ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        num_blocks = 1 + num_slots * MAX_BLOCKS
-        order = 1 + torch.randperm(num_blocks - 1, generator=generator)
-        self.block_table = order.view(num_slots, MAX_BLOCKS).to(table_dtype)
-        self.dense_keys = torch.randn(
-            num_slots, MAX_BLOCKS * BLOCK_SIZE, num_kv_heads, head_dim, generator=generator
-        ).to(dtype)
-        self.dense_values = torch.randn(
-            num_slots,
-            MAX_BLOCKS * BLOCK_SIZE,
-            num_kv_heads,
-            value_head_dim or head_dim,
-            generator=generator,
-        ).to(dtype)
-        shape = (num_blocks, BLOCK_SIZE, num_kv_heads)
-        self.key_pool = torch.full((*shape, head_dim), float("nan"), dtype=dtype)
-        self.value_pool = torch.full(
-            (*shape, value_head_dim or head_dim), float("nan"), dtype=dtype
-        )
-        for slot in range(num_slots):
-            blocks = self.block_table[slot].long()
-            self.key_pool[blocks] = self.dense_keys[slot].unflatten(0, (MAX_BLOCKS, BLOCK_SIZE))
-            self.value_pool[blocks] = self.dense_values[slot].unflatten(0, (MAX_BLOCKS, BLOCK_SIZE))
-        self.num_heads, self.head_dim, self.dtype = num_heads, head_dim, dtype
-
-    def query(self, num_tokens: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn(num_tokens, self.num_heads, self.head_dim, generator=generator).to(
-            self.dtype
-        )
-
-    def dense(
-        self,
-        query: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        kv_lens: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """One query at a time, one head at a time, from the definition."""
-        group = self.num_heads // self.dense_keys.shape[2]
-        out = torch.zeros(*query.shape[:2], self.dense_values.shape[-1], dtype=torch.float64)
-        for token, slot in enumerate(slots.tolist()):
-            if slot < 0:
-                continue
-            first = 0
-            if sliding_window is not None:
-                first = max(0, int(positions[token]) - sliding_window + 1)
-            seen = slice(first, int(kv_lens[token]))
-            for head in range(self.num_heads):
-                keys = self.dense_keys[slot, seen, head // group].double()
-                values = self.dense_values[slot, seen, head // group].double()
-                scores = keys @ query[token, head].double() * scale
-                if soft_cap is not None:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                mass = scores.exp()
-                total = mass.sum() + (0 if sinks is None else sinks[head].double().exp())
-                out[token, head] = (mass / total) @ values
-        return out
-
-
-def rows_of(*requests: tuple[int, list[int]], visible: int | None = None) -> tuple[Tensor, ...]:
-    slots = torch.tensor([slot for slot, positions in requests for _ in positions])
-    positions = torch.tensor([p for _, positions in requests for p in positions])
-    kv_lens = positions + 1 if visible is None else torch.full_like(positions, visible)
-    return slots, positions, kv_lens
-
-
-RAGGED = rows_of((3, [0, 1, 2, 3, 4, 5, 6]), (0, [12]), (-1, [0, 9]), (4, [36, 37, 38]), (1, [0]))
+RAGGED, OFFSETS = ragged_rows()
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
 
 
@@ -196,9 +106,7 @@ def test_neither_company_nor_order_nor_the_offsets_hint_change_a_row() -> None:
     paged = Paged()
     query = paged.query(len(RAGGED[0]))
     pools = (paged.key_pool, paged.value_pool, paged.block_table)
-    together = paged_attention(
-        query, *pools, *RAGGED, scale=0.3, query_start_loc=(0, 7, 8, 10, 13, 14)
-    )
+    together = paged_attention(query, *pools, *RAGGED, scale=0.3, query_start_loc=OFFSETS)
     order = torch.randperm(len(query), generator=torch.Generator().manual_seed(2))
     shuffled = paged_attention(query[order], *pools, *(r[order] for r in RAGGED), scale=0.3)
     assert (together[order] - shuffled).abs().max() < 1e-6

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from specreg.errors import TensorError
+from specreg.kernels.common.checks import FLOATS
+from specreg.kernels.common.dispatch import uses_triton
 from specreg.kernels.paged_attention.reference import (
     paged_attention_reference,
     write_kv_reference,
@@ -33,7 +35,8 @@ def paged_attention(
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
-        key_pool: `[num_blocks, block_size, num_kv_heads, head_dim]`, the query's dtype.
+        key_pool: `[num_blocks, block_size, num_kv_heads, head_dim]`, the query's dtype; the last
+            dimension contiguous, here and in `value_pool`.
         value_pool: `[num_blocks, block_size, num_kv_heads, value_head_dim]`.
         block_table: integers `[max_num_seqs, max_blocks]`; blocks of a slot in order of position.
         slots: int64 `[num_tokens]`; -1 is a padding row.
@@ -49,10 +52,23 @@ def paged_attention(
     Returns:
         `[num_tokens, num_heads, value_head_dim]` in the query's dtype; zero on padding rows.
 
+    On a GPU nothing synchronises with the host (in double precision, which only the twin has, it
+    does), and one or two kernels are launched. A row depends on its own slot's keys alone; in its
+    last bits also on how many rows and requests the batch has, which decides how sums are split.
+
     Raises:
         TensorError: shapes, dtypes or devices that do not fit.
     """
     _check("query", query, key_pool, value_pool, block_table, slots, positions)
+    beside = {"kv_lens": kv_lens} if sinks is None else {"kv_lens": kv_lens, "sinks": sinks}
+    _check_devices("paged_attention", key_pool.device, **beside)
+    if kv_lens.shape != slots.shape or kv_lens.dtype != torch.int64:
+        raise TensorError(
+            "the visible keys are not told for every query",
+            where="paged_attention(kv_lens)",
+            got=f"{kv_lens.dtype} {list(kv_lens.shape)}; allowed: int64 {list(slots.shape)}",
+            fix="pass one number of visible keys a query: positions + 1 where it is causal",
+        )
     num_heads, num_kv_heads = query.shape[1], key_pool.shape[2]
     if num_heads % num_kv_heads:
         raise TensorError(
@@ -74,6 +90,23 @@ def paged_attention(
             where="paged_attention(sliding_window)",
             got=f"{sliding_window}; allowed: at least 1, or None for no window",
             fix="pass the number of visible keys, the query's own included",
+        )
+    if _takes_kernel(key_pool):
+        from specreg.kernels.paged_attention.kernel import paged_attention_triton
+
+        return paged_attention_triton(
+            query,
+            key_pool,
+            value_pool,
+            block_table,
+            slots,
+            positions,
+            kv_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            query_start_loc=query_start_loc,
         )
     return paged_attention_reference(
         query,
@@ -126,7 +159,16 @@ def write_kv(
             f"{value_pool.shape[3]})",
             fix="allocate the pool with this layer's number of key/value heads and head dim",
         )
-    write_kv_reference(key_pool, value_pool, block_table, slots, positions, key, value)
+    if _takes_kernel(key_pool):
+        from specreg.kernels.paged_attention.kernel import write_kv_triton as implementation
+    else:
+        implementation = write_kv_reference
+    implementation(key_pool, value_pool, block_table, slots, positions, key, value)
+
+
+def _takes_kernel(pool: Tensor) -> bool:
+    """Whether the Triton kernel serves this pool: it has no double precision."""
+    return uses_triton(pool.device) and pool.dtype in FLOATS
 
 
 def _check(
@@ -164,6 +206,16 @@ def _check(
             f"allowed: {key_pool.dtype} on {key_pool.device}",
             fix="cast it, or allocate the pool in the layer's dtype",
         )
+    if value_pool.dtype != key_pool.dtype or key_pool.stride(3) != 1 or value_pool.stride(3) != 1:
+        raise TensorError(
+            "pools of keys and values do not fit the op",
+            where="key_pool, value_pool",
+            got=f"{key_pool.dtype} and {value_pool.dtype}, strides {key_pool.stride()} and "
+            f"{value_pool.stride()}; allowed: one dtype, stride 1 in the last dimension",
+            fix="allocate both pools alike, with a head's elements next to each other",
+        )
+    addresses = {"slots": slots, "positions": positions, "block_table": block_table}
+    _check_devices(name, key_pool.device, **addresses)
     if (
         slots.dtype != torch.int64
         or positions.dtype != torch.int64
@@ -176,3 +228,14 @@ def _check(
             "allowed: int64, int64, int32 or int64",
             fix="convert them before the call",
         )
+
+
+def _check_devices(where: str, device: torch.device, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise TensorError(
+                "a tensor is not where the pools are",
+                where=f"{where}, {name}",
+                got=f"{tensor.device}; allowed: {device}",
+                fix="move it before the call: nothing is copied between devices here",
+            )
