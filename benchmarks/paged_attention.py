@@ -206,7 +206,7 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")
     print(
-        "reqs  queries  context  window  heads    dim  dtype        us    graph  KV MB    limit  ratio"
+        "reqs queries context window  heads   dim dtype         us    graph  KV MB    limit ratio"
     )
     rows = []
     for case in CASES:
