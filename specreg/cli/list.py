@@ -10,16 +10,23 @@ from typing import Annotated, Any
 import typer
 
 from specreg.capabilities import Capabilities
+from specreg.cli.matrix import print_matrix
 from specreg.registry import BrokenPlugin, RegisteredSpeculator, get_registry
 
 __all__ = ["list_speculators"]
 
 
 def list_speculators(
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="What sharding comes to, a row an outcome.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List speculators and broken plugins."""
     registry = get_registry()
+    if matrix:
+        print_matrix(registry, as_json=as_json)
+        return
     if as_json:
         listing = {
             "speculators": [_speculator(entry) for entry in registry.speculators],
