@@ -91,24 +91,21 @@ class HFDecoder:
         *,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
-        gguf_file: str | None = None,
     ) -> HFDecoder:
         """Read a checkpoint directory; nothing is downloaded and no code of it is run.
 
         Args:
-            path: directory with config.json and safetensors, or with `gguf_file`.
+            path: directory with config.json and safetensors.
             dtype: of the weights, or its name; "auto" keeps the checkpoint's.
             device: where the weights go.
-            gguf_file: name of a GGUF file in `path` to read instead.
 
         Raises:
             CheckpointError: files are missing or do not fill every parameter.
             TargetError: the model cannot run on paged keys and values.
-            MissingDependencyError: `transformers` (or `gguf`) is not installed.
+            MissingDependencyError: `transformers` is not installed.
         """
-        if gguf_file is None:
-            Checkpoint(path)  # refuses, with what to do, what would otherwise fail further in
-        model = _from_pretrained(os.fspath(path), dtype, gguf_file)
+        Checkpoint(path)  # refuses, with what to do, what would otherwise fail further in
+        model = _from_pretrained(os.fspath(path), dtype)
         model.requires_grad_(False)
         return cls(cast(Any, model).to(device))
 
@@ -190,7 +187,7 @@ class HFDecoder:
         )
 
 
-def _from_pretrained(path: str, dtype: torch.dtype | str, gguf_file: str | None) -> PreTrainedModel:
+def _from_pretrained(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -200,9 +197,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | str, gguf_file: str | None)
             got=f"{error}; allowed: transformers >= 5.0",
             fix="pip install 'specreg[runtime]'",
         ) from error
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(path, **options)
         if getattr(config, "is_encoder_decoder", False):
@@ -226,12 +221,12 @@ def _from_pretrained(path: str, dtype: torch.dtype | str, gguf_file: str | None)
             "the checkpoint's format needs a package that is not installed",
             where=path,
             got=str(error).strip().splitlines()[0],
-            fix="install the package it names; for GGUF files: pip install 'specreg[demo]'",
+            fix="install the package it names",
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             "the checkpoint cannot be loaded as a causal language model",
-            where=path if gguf_file is None else os.path.join(path, gguf_file),
+            where=path,
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}; allowed: a "
             "directory with the config.json and the safetensors of a model that transformers knows",
             fix="check the path; convert pickled weights (.bin, .pt) to safetensors",

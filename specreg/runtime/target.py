@@ -75,12 +75,11 @@ class Target:
         *,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
-        gguf_file: str | None = None,
         shard: Shard | None = None,
         collectives: ColumnGather | None = None,
     ) -> Target:
         """Load a checkpoint directory; see `HFDecoder.load` for its errors."""
-        decoder = HFDecoder.load(path, dtype=dtype, device=device, gguf_file=gguf_file)
+        decoder = HFDecoder.load(path, dtype=dtype, device=device)
         return cls(decoder, shard, collectives)
 
     @property
