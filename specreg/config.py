@@ -133,6 +133,7 @@ class SpeculativeConfig(_Config):
         max_model_len: longest request that is drafted for; None is the run's.
         draft_tensor_parallel_size: accepted when equal to the run's.
         parallel_drafting: accepted when it says what the speculator does.
+        enforce_eager: drafting is not captured in CUDA graphs, though the rest of the run may be.
         plugin: distribution that the speculator must come from.
         options: keys that the core does not know, for the selected speculator's `options_model`.
     """
@@ -151,6 +152,7 @@ class SpeculativeConfig(_Config):
     max_model_len: int | None = Field(None, gt=0)
     draft_tensor_parallel_size: int | None = Field(None, gt=0)
     parallel_drafting: bool | None = None
+    enforce_eager: bool | None = None
     plugin: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -243,6 +245,10 @@ class EngineConfig(_Config):
         gpu_memory_utilization: share of a device's memory for the same, on GPU.
         block_size: tokens a KV block.
         num_kv_blocks: overrides the number of KV blocks that memory would give.
+        enforce_eager: nothing is captured in CUDA graphs; no token changes.
+        cuda_graph_sizes: numbers of requests that batches are padded to, each with graphs of its
+            own; larger batches run unpadded and eagerly. None is powers of two and max_num_seqs on
+            one GPU, and no size elsewhere.
         seed: of requests that bring none.
     """
 
@@ -266,6 +272,10 @@ class EngineConfig(_Config):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     block_size: int = Field(16, gt=0)
     num_kv_blocks: int | None = Field(None, gt=0)
+    enforce_eager: bool = False
+    cuda_graph_sizes: (
+        Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False)] | None
+    ) = None
     seed: int = 0
 
     @classmethod
@@ -305,6 +315,14 @@ class EngineConfig(_Config):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
+        largest = max(self.cuda_graph_sizes or (0,))
+        if largest > self.max_num_seqs:
+            raise ConfigError(
+                "a CUDA graph would be for more requests than run at once",
+                where="config.cuda_graph_sizes",
+                got=f"{largest}; allowed: at most max_num_seqs = {self.max_num_seqs}",
+                fix="remove the size, or raise max_num_seqs",
+            )
         speculative = self.speculative
         if speculative is None:
             return self

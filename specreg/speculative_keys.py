@@ -81,7 +81,7 @@ SPECULATIVE_KEYS: Mapping[str, SpeculativeKey] = MappingProxyType(
         "parallel_drafting": SpeculativeKey(KeyUse.ACCEPTED),
         "tensor_parallel_size": _refused("the drafter runs on the ranks of the target"),
         "num_speculative_tokens_per_batch_size": _refused("K is the same for every batch size"),
-        "enforce_eager": _accepted("drafts run eagerly", True),
+        "enforce_eager": _ACTED_ON,
         "quantization": _refused("draft weights are loaded unquantised"),
         "draft_lm_head_quantization": _refused("draft weights are loaded unquantised"),
         "revision": _LOCAL_FILES,

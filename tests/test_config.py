@@ -106,8 +106,8 @@ def test_a_key_that_states_what_happens_anyway_is_accepted_and_another_value_is_
 
 
 def test_a_number_is_not_the_boolean_that_it_equals():
-    with pytest.raises(ConfigError, match=r"got: +1; allowed: null, True"):
-        SpeculativeConfig.parse({"enforce_eager": 1})
+    with pytest.raises(ConfigError, match=r"got: +0; allowed: null, False"):
+        SpeculativeConfig.parse({"use_local_argmax_reduction": 0})
 
 
 def test_every_refused_key_says_why():
@@ -206,6 +206,15 @@ def test_the_drafter_cannot_have_its_own_tensor_parallel_size():
 def test_the_drafter_cannot_outlast_the_run():
     with pytest.raises(ConfigError, match="allowed: at most max_model_len = 10"):
         EngineConfig.parse({"speculative": {"max_model_len": 11}, "max_model_len": 10})
+
+
+def test_cuda_graphs_are_for_batches_that_can_occur():
+    config = EngineConfig.parse({"cuda_graph_sizes": [1, 8], "enforce_eager": True})
+    assert config.cuda_graph_sizes == (1, 8)
+    with pytest.raises(ConfigError, match="allowed: at most max_num_seqs = 4"):
+        EngineConfig.parse({"cuda_graph_sizes": [2, 8], "max_num_seqs": 4})
+    with pytest.raises(ConfigError, match="cuda_graph_sizes"):
+        EngineConfig.parse({"cuda_graph_sizes": [0]})
 
 
 @pytest.mark.parametrize(
