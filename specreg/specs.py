@@ -146,6 +146,9 @@ class SpeculatorSpec:
         api_version: plugin interface that it was written for.
         summary: one line for listings.
         needs_checkpoint: the key `model` must be given.
+        tiny_subject: import string `"module:callable"` of what `specreg check` proves: called with
+            an empty directory, it writes a tiny random drafter there and returns the
+            `specreg.testing.Subject`. None is enough for a speculator without a checkpoint.
     """
 
     name: str
@@ -160,9 +163,12 @@ class SpeculatorSpec:
     api_version: int = API_VERSION
     summary: str = ""
     needs_checkpoint: bool = True
+    tiny_subject: str | None = None
 
     def __post_init__(self) -> None:
         NamedFactory(self.name, self.factory)
+        if self.tiny_subject is not None:
+            NamedFactory(self.name, self.tiny_subject)
         owner = f"SpeculatorSpec {self.name!r}"
         for field, may_be_empty in (
             ("methods", False),

@@ -19,6 +19,7 @@ from specreg.policy import (
     finalize,
     resolve,
 )
+from specreg.registry import Registry
 from specreg.rejection_sampler import RejectionSampler
 from specreg.runtime.kv_budget import KVBudget, scratch_bytes
 from specreg.runtime.kv_pool import KVPool, PagedKVView
@@ -110,6 +111,7 @@ def load_models(
     config: EngineConfig,
     tp: TensorParallel,
     progress: Callable[[str], None] | None = None,
+    registry: Registry | None = None,
 ) -> LoadedModels:
     """Load this rank's part: weights first, then the draft-logits cache, then the KV pool.
 
@@ -119,6 +121,7 @@ def load_models(
         config: of the run.
         tp: the group; every rank calls this at the same time.
         progress: called with a line at the start of each stage.
+        registry: what is installed; None takes the process's.
 
     Raises:
         SpecregError: the configuration, a checkpoint or the policy forbids the run.
@@ -137,7 +140,7 @@ def load_models(
     if config.speculative is not None:
         report(f"loading speculator {config.speculative.model or config.speculative.method}")
         drafting = _load_drafting(
-            config, config.speculative, target, rejection_sampler, tp, max_model_len
+            config, config.speculative, target, rejection_sampler, tp, max_model_len, registry
         )
     report("allocating the KV pool")
     kv_pool = _allocate_kv(config, target, drafting, tp, max_model_len)
@@ -173,8 +176,9 @@ def _load_drafting(
     rejection_sampler: RejectionSampler,
     tp: TensorParallel,
     max_model_len: int,
+    registry: Registry | None,
 ) -> Drafting:
-    provisional = resolve(config)
+    provisional = resolve(config, registry)
     inputs = provisional.inputs
     context = SpeculatorContext(
         spec=inputs.spec,
