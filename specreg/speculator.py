@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specreg.draft_logits import DraftLogitsCache
+from specreg.kernels.common.upload import upload
 from specreg.plugin import SpeculatorSpec
 
 if TYPE_CHECKING:
@@ -166,7 +167,8 @@ class ProposeInputs:
         input_ids: int64 `[num_tokens]`, what the target has just read, drafts included.
         positions: int64 `[num_tokens]`.
         query_start_loc: offsets of the requests in the packed tokens, `num_reqs + 1` host integers.
-        idx_mapping: int64 `[num_reqs]`, batch row -> request state index; -1 is a padding row.
+        idx_mapping: int64 `[num_reqs]`, batch row -> request state index; -1 is a padding row, of
+            at least one token that stands for nothing.
         sample_idx_mapping: the same, but -1 where a request samples nothing this step.
         num_sampled: int64 `[num_reqs]`, tokens emitted by verification; 0 in mid-prefill.
         num_rejected: int64 `[num_reqs]`, trailing packed tokens that verification rejected.
@@ -206,6 +208,10 @@ class ProposeInputs:
     def num_tokens(self) -> int:
         """Packed tokens."""
         return self.query_start_loc[-1]
+
+    def query_start_loc_on_device(self) -> Tensor:
+        """`query_start_loc` as int64 `[num_reqs + 1]`, copied without host synchronisation."""
+        return upload(torch.tensor(self.query_start_loc), self.input_ids.device)
 
 
 class DraftOutput(NamedTuple):
@@ -312,7 +318,12 @@ class SpeculatorBase:
         raise NotImplementedError
 
     def draft(self, num_reqs_padded: int) -> DraftOutput:
-        """Draft from the prepared buffers: static shapes, no host synchronisation."""
+        """Draft from the prepared buffers: static shapes, no host synchronisation.
+
+        A host may capture it as a CUDA graph and replay that after other calls of `prepare`. So it
+        reads and writes tensors of fixed address, branches on no tensor's value, and keeps nothing
+        that it allocates but what it returns.
+        """
         raise NotImplementedError
 
     def release(self, req_state_idx: int) -> None:

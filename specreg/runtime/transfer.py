@@ -7,17 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["to_device", "to_host", "upload"]
+from specreg.kernels.common.upload import upload
+
+__all__ = ["to_device", "to_host"]
 
 # A tensor of int64 begins at a multiple of 16 bytes, which kernels are specialised for.
 ALIGNMENT = 2
-
-
-def upload(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on the device, without host synchronisation; itself where it is there already."""
-    if device.type == "cuda" and host.device.type == "cpu":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
 
 
 def to_device(values: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

@@ -36,7 +36,7 @@ def expand_prefill(inputs: ProposeInputs, max_model_len: int) -> ExpandedPrefill
     middle of its prompt has no newest token, so its extra row is inert as well.
     """
     device = inputs.input_ids.device
-    starts = torch.tensor(inputs.query_start_loc, device=device)
+    starts = inputs.query_start_loc_on_device()
     num_reqs = inputs.num_reqs
     requests = torch.arange(num_reqs, device=device)
     out_starts = starts + torch.arange(num_reqs + 1, device=device)

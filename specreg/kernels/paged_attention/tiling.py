@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specreg.kernels.common.upload import upload
+
 __all__ = ["Tiling", "tile_tokens"]
 
 
@@ -55,7 +57,5 @@ def _tile(
     if 2 * even > size or not may_upload:
         return Tiling(-(-num_tokens // even), even, None)
     starts = [at for start, stop in pairwise(offsets) for at in range(start, stop, size)]
-    host = torch.tensor([*starts, num_tokens], dtype=torch.int32)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return Tiling(len(starts), size, host.to(device, non_blocking=True))
+    bounds = torch.tensor([*starts, num_tokens], dtype=torch.int32)
+    return Tiling(len(starts), size, upload(bounds, device))
