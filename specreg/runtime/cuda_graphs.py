@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class CapturedFunction:
         name: str,
         function: Callable[[int], Sequence[Tensor]],
         sizes: GraphSizes,
-        pool: tuple[int, int] | None = None,
+        pool: Any = None,
     ) -> None:
         self.name = name
         self._function = function

@@ -300,8 +300,9 @@ def paged_attention_triton(
     partials = None
     if num_splits > 1:
         sizes = num_tokens, num_heads, num_splits
-        scratch = torch.empty(2, *sizes, device=query.device)
-        partials = PartialArgs(*scratch, torch.empty(*sizes, value_dim, device=query.device))
+        peak, total = torch.empty(2, *sizes, device=query.device).unbind()
+        attended = torch.empty(*sizes, value_dim, device=query.device)
+        partials = PartialArgs(peak, total, attended)
     paged_attention_kernel[(tiling.num_tiles, num_programs, num_splits)](
         out=out,
         partials=partials,
