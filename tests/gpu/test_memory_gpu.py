@@ -34,6 +34,7 @@ def plan_of(sharding, *, max_num_seqs=256, vocab_size=248_320, dtype="bfloat16",
                 "draft_logits_sharding": sharding,
                 "speculative": {
                     "method": "draft_model",
+                    "model": "smollm2-135m-instruct",  # a name that is known; nothing is fetched
                     "num_speculative_tokens": k,
                     "draft_sample_method": "probabilistic",
                 },
