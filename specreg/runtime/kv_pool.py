@@ -94,7 +94,7 @@ class KVPool:
             entries.update(((slot, first + i), 1 + block) for i, block in enumerate(blocks))
         if entries:
             host = torch.tensor([(slot, column, id) for (slot, column), id in entries.items()])
-            slots, columns, ids = host.to(self.block_table.device, non_blocking=True).unbind(1)
+            slots, columns, ids = upload(host, self.block_table.device).unbind(1)
             self.block_table[slots, columns] = ids.int()
 
     def view(

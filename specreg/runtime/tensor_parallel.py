@@ -48,6 +48,8 @@ class TensorParallel:
         self.size = size
         self.device = device or torch.device("cpu")
         self.counts: Counter[str] = Counter()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # where kernels launch, and NCCL communicates
         if size == 1:
             return
         if dist.is_initialized():
