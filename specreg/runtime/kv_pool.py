@@ -11,6 +11,7 @@ from torch import Tensor
 from specreg.capabilities import KVLayerSpec
 from specreg.errors import PluginError
 from specreg.kernels import paged_attention, write_kv
+from specreg.kernels.common.upload import upload
 from specreg.ownership import cdiv
 from specreg.speculator import KVRows
 
