@@ -153,7 +153,7 @@ class DraftSampler:
                 fix="pass the same number of rows for each batch row of ProposeInputs, padding "
                 "rows included, after the host has called begin",
             )
-        return self._slots[:, None].expand(-1, num_rows // num_reqs).flatten()
+        return self._slots[:, None].repeat(1, num_rows // num_reqs).flatten()
 
     def _steps_of(self, step: int | Tensor, slots: Tensor) -> Tensor:
         if isinstance(step, Tensor):

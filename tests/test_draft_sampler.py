@@ -61,6 +61,14 @@ def test_sampling_step_by_step_is_draft_sample_with_the_bound_maps():
     assert sampler.cache.state.nonzero().tolist() == [[0, 2], [3, 2]]
 
 
+def test_all_steps_of_a_single_request_at_once_are_sampled():
+    sampler = sampler_with(Shard())
+    begin(sampler, [2])
+    ids = sampler.sample(logits_for(NUM_STEPS), torch.arange(NUM_STEPS), torch.arange(NUM_STEPS))
+    assert ids.shape == (NUM_STEPS,)
+    assert sampler.cache.state[2].bool().all()
+
+
 def test_all_steps_at_once_are_the_steps_one_by_one():
     """A parallel drafter passes the K rows of a request together."""
     logits = logits_for(2 * NUM_STEPS).view(2, NUM_STEPS, VOCAB_SIZE)
