@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsView
+from specreg.draft_vocab import target_to_draft_table
 from specreg.kernels.common.reference import draw_index_reference, point_reference
 from specreg.kernels.draft_sample.reference import Blocks
 from specreg.kernels.random import STREAM_DRAFT, random_words_reference
@@ -75,18 +76,26 @@ def make_cache(
     dtype: torch.dtype = torch.float32,
     *,
     padding: int = 0,
+    target_ids: Tensor | None = None,
 ) -> DraftLogitsView:
-    """A rank's cache, poisoned everywhere; `padding` more columns lie behind each cell's own."""
+    """A rank's cache, poisoned everywhere; `padding` more columns lie behind each cell's own.
+
+    With `target_ids` it is one of layout draft_vocab.
+    """
     rows = rows_per_rank(max_num_seqs, shard.num_shards)
-    logits = torch.full((rows, num_steps, vocab_size + padding), POISON, dtype=dtype)
+    width = vocab_size if target_ids is None else len(target_ids)
+    logits = torch.full((rows, num_steps, width + padding), POISON, dtype=dtype)
     return DraftLogitsView(
-        logits=logits[..., :vocab_size],
+        logits=logits[..., :width],
         temperature=torch.full((rows, num_steps), POISON),
         logsumexp=torch.full((rows, num_steps), POISON),
         state=torch.full((rows, num_steps), POISON_STATE, dtype=torch.uint8),
         shard=shard,
-        layout=DraftLogitsLayout.DENSE,
+        layout=DraftLogitsLayout.DENSE if target_ids is None else DraftLogitsLayout.DRAFT_VOCAB,
         vocab_size=vocab_size,
+        target_to_draft=None
+        if target_ids is None
+        else target_to_draft_table(target_ids, vocab_size),
     )
 
 

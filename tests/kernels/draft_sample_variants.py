@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from specreg.kernels.common.args import CacheArgs
 from specreg.kernels.draft_sample import kernel as k
+from specreg.kernels.drafting.args import LogitsCells, RowArgs, StatisticsCells, WordArgs
 
 VOCAB_SIZE, NUM_STEPS = 248_320, 7
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -41,22 +41,34 @@ def kernels(
         torch.empty(1, dtype=t) for t in (FP32, torch.int32, torch.int64, torch.uint8)
     )
     num_blocks = -(-vocab_size // k.BLOCK_SIZE)
-    blocks = k.BlockArgs(fp32, i32, i32, num_blocks)
-    batch = k.BatchArgs(i64, i64, i64, None if is_greedy else fp32, i64)
-    logits = k.LogitsArgs(
-        torch.empty(1, dtype=dtype), vocab_size, vocab_size, i64 if is_reduced else None
-    )
-    cache = None
+    padded = 1 << (num_blocks - 1).bit_length()
+    rows = RowArgs(i64, i64, None if is_greedy else fp32)
+    cells = statistics = None
     if has_cache and not is_greedy:
         stored = torch.empty(1, dtype=cache_dtype)
-        cache = CacheArgs(
-            stored, fp32, fp32, u8, NUM_STEPS * vocab_size, vocab_size, NUM_STEPS, num_shards - 1
-        )
-    common = {"cache": cache, "batch": batch, "NUM_SHARDS": num_shards}
-    blockwise = {**common, "blocks": blocks, "logits": logits, "BLOCK_SIZE": k.BLOCK_SIZE}
+        cells = LogitsCells(stored, NUM_STEPS * vocab_size, vocab_size, num_shards - 1)
+        statistics = StatisticsCells(fp32, fp32, u8, NUM_STEPS, num_shards - 1)
+    common = {"cells": cells, "rows": rows, "NUM_SHARDS": num_shards}
+    blockwise = {
+        **common,
+        "blocks": i64,
+        "logits": torch.empty(1, dtype=dtype),
+        "logits_stride": vocab_size,
+        "num_columns": vocab_size,
+        "num_blocks": num_blocks,
+        "target_ids": i64 if is_reduced else None,
+        "BLOCK_SIZE": k.BLOCK_SIZE,
+    }
+    num_tokens = 1792
     yield (
         k.draft_sample_blocks_kernel,
-        {**blockwise, "vocab_size": vocab_size, "NUM_BLOCKS": min(8, num_blocks)},
+        {
+            **blockwise,
+            "num_tokens": num_tokens,
+            "width": vocab_size,
+            "NUM_BLOCKS": min(k.BLOCKS_PER_PROGRAM, padded),
+            "VECTOR": 16 // dtype.itemsize,
+        },
     )
     yield (
         k.draft_sample_tokens_kernel,
@@ -64,8 +76,11 @@ def kernels(
             **blockwise,
             "ids": i64,
             "num_nans": i32,
-            "NUM_BLOCKS": 1 << (num_blocks - 1).bit_length(),
+            "statistics": statistics,
+            "words": WordArgs(i64, i64),
+            "NUM_BLOCKS": padded,
         },
     )
-    if is_reduced and cache is not None:
-        yield k.draft_sample_fill_kernel, {**common, "vocab_size": vocab_size, "FILL_SIZE": 4096}
+    if is_reduced and cells is not None:
+        fill = {"num_tokens": num_tokens, "vocab_size": vocab_size, "FILL_SIZE": 4096}
+        yield k.draft_sample_fill_kernel, {**common, **fill}

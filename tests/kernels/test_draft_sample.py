@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from draft_sample_cases import Batch, make_batch, make_cache
+from draft_sample_cases import POISON, Batch, make_batch, make_cache
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import CELL_EMPTY, CELL_STORED
@@ -207,6 +207,38 @@ def test_a_reduced_vocabulary_is_scattered_and_its_ids_come_back_as_target_ids()
     assert torch.equal(cache.logits[:, 0, target_ids], batch.logits)
     assert bool((cache.logits[:, 0, [0, 2, 5, 7]] == -torch.inf).all())
     torch.testing.assert_close(cache.logsumexp[:, 0], batch.logits.logsumexp(-1))
+
+
+@pytest.mark.parametrize("shard", [Shard(), Shard(2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_layout_draft_vocab_keeps_the_columns_and_draws_the_same_tokens(shard, dtype):
+    target_ids = torch.randperm(3000, generator=torch.Generator().manual_seed(2))[:700]
+    batch = make_batch([3, -1, 0, 2, 1], 700, num_steps=2, temperature=[1, 0, 0.5, 2])
+    dense = make_cache(4, 2, 3000, shard, dtype)
+    reduced = make_cache(4, 2, 3000, shard, dtype, padding=3, target_ids=target_ids)
+    ids = draw(batch, reduced, vocab_size=3000, target_ids=target_ids)
+    assert torch.equal(ids, draw(batch, dense, vocab_size=3000, target_ids=target_ids))
+    for field in ("temperature", "logsumexp", "state"):
+        assert torch.equal(getattr(reduced, field), getattr(dense, field))
+    is_stored = dense.state == CELL_STORED
+    assert torch.equal(reduced.logits[is_stored], dense.logits[is_stored][:, target_ids])
+    assert bool((reduced.logits._base[..., 700:] == POISON).all())
+
+
+def test_a_cache_of_a_reduced_vocabulary_is_refused_without_its_map():
+    batch = make_batch([0, 1], 8)
+    cache = make_cache(2, 1, 8, target_ids=torch.tensor([1, 3, 4, 6]))
+    for target_ids in (None, torch.arange(5)):
+        with pytest.raises(TensorError, match=r"the map that it was allocated for[^$]*allowed: 4"):
+            draw(batch, cache, target_ids=target_ids)
+
+
+def test_a_cache_of_candidates_takes_no_whole_rows():
+    batch = make_batch([0, 1], 8)
+    cache = make_cache(2, 1, 8)
+    cache = dataclasses.replace(cache, ids=torch.full((2, 1, 3), -1, dtype=torch.int32))
+    with pytest.raises(TensorError, match=r"cache of candidates[^$]*sample_candidates"):
+        draw(batch, cache)
 
 
 def test_a_batch_too_large_to_work_on_at_once_gives_the_same_tokens(monkeypatch):

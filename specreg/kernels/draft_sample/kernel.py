@@ -2,231 +2,275 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specreg.kernels.common import view
-from specreg.kernels.common.args import cache_args
+from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels.common.kernel import (
     LOGIT_MAX,
-    SUM_BITS,
     UNIT_BITS,
     clean_logits,
     draw_index,
-    owned_row,
     sum_weights,
 )
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample import reference
+from specreg.kernels.drafting.args import RowArgs, WordArgs, cells_of
+from specreg.kernels.drafting.kernel import (
+    GRID_ROWS,
+    MASS_SCALE,
+    MASS_UNIT,
+    block_columns,
+    block_masses,
+    block_peaks,
+    by_block,
+    load_columns,
+    load_temperature,
+    logits_cell,
+    pack,
+    peak_of,
+    store_columns,
+    store_statistics,
+    token_of_program,
+    weight_of,
+)
 from specreg.kernels.random.kernel import STREAM_DRAFT, random_words
 
 __all__ = ["draft_sample_triton"]
 
 BLOCKS_PER_PROGRAM = 8
 NUM_WARPS = 4
+TOKEN_WARPS = 4
 FILL_SIZE = 4096
 BLOCK_SIZE = reference.BLOCK_SIZE
 
-CELL_EMPTY = tl.constexpr(view.CELL_EMPTY)
-CELL_STORED = tl.constexpr(view.CELL_STORED)
-LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-LOG2E = tl.constexpr(1.4426950408889634)
-MASS_SCALE = tl.constexpr(2.0 ** (reference.MASS_BITS - SUM_BITS.value))
-MASS_UNIT = tl.constexpr(2.0**-reference.MASS_BITS)
 WEIGHT_SCALE = tl.constexpr(2.0**UNIT_BITS.value)
 
 
-class LogitsArgs(NamedTuple):
-    """Draft logits: first element, row stride, columns that count, draft -> target map or None."""
-
-    data: Tensor
-    stride: int
-    num_columns: int
-    target_ids: Tensor | None
-
-
-class BatchArgs(NamedTuple):
-    """Three values a token, then two a slot; `temperature` is None when every draft is greedy."""
-
-    idx_mapping: Tensor
-    steps: Tensor
-    positions: Tensor
-    temperature: Tensor | None
-    seeds: Tensor
-
-
-class BlockArgs(NamedTuple):
-    """What the first launch leaves for the second, `[num_tokens, num_blocks]` each."""
-
-    peak: Tensor
-    mass: Tensor
-    num_nans: Tensor
-    num_blocks: int
-
-
 @triton.jit
-def _load_logits(logits, cache, token, columns):
-    """Logits as they are stored: rounded to the cache's dtype, -inf beyond the columns."""
-    x = tl.load(
-        logits.data + token * logits.stride + columns,
-        mask=columns < logits.num_columns,
-        other=float("-inf"),
+def _reduce_blocks(
+    blocks,
+    cells,
+    logits,
+    rows,
+    target_ids,
+    token,
+    req,
+    num_columns,
+    width,
+    num_blocks,
+    NUM_SHARDS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):
+    """One program's part of a row, whose columns are all there if IS_FULL."""
+    first = tl.program_id(0) * NUM_BLOCKS
+    columns = block_columns(first, NUM_BLOCKS, BLOCK_SIZE, VECTOR)
+    x = load_columns(logits, columns, num_columns, IS_FULL)
+    if cells is not None:
+        x = x.to(cells.data.dtype.element_ty)
+        is_owned, row = logits_cell(cells, req, tl.load(rows.steps + token), NUM_SHARDS)
+        if is_owned:
+            if target_ids is None:
+                store_columns(row, columns, x, width, IS_FULL)
+            else:
+                mask = columns < num_columns
+                ids = tl.load(target_ids + columns, mask=mask, other=0)
+                tl.store(row + ids, x, mask=mask)
+
+    values = by_block(x, NUM_BLOCKS, VECTOR)
+    peak = block_peaks(values)
+    mass = tl.zeros_like(peak).to(tl.int32)
+    if rows.temperature is not None:
+        _, _, scale = load_temperature(rows.temperature, req)
+        mass = block_masses(values, peak, scale)
+    block = first + tl.arange(0, NUM_BLOCKS)
+    tl.store(
+        blocks + token * num_blocks + block,
+        pack(peak.to(tl.int32, bitcast=True), mass),
+        mask=block < num_blocks,
     )
-    if cache is not None:
-        x = x.to(cache.logits.dtype.element_ty)
-    return x
-
-
-@triton.jit
-def _cell(cache, batch, req, token, NUM_SHARDS: tl.constexpr):
-    """Whether this rank stores the token, where its logits go, the offset of its statistics."""
-    row = owned_row(req, NUM_SHARDS, cache.shard_idx)
-    step = tl.load(batch.steps + token).to(tl.int64)
-    logits = row * cache.row_stride + step * cache.step_stride
-    return row >= 0, cache.logits + logits, row * cache.num_steps + step
-
-
-@triton.jit
-def _temperature(batch, req):
-    """Temperature, what to divide a logit by, and the factor before exp2."""
-    temperature = tl.load(batch.temperature + req)
-    divisor = tl.where(temperature == 0.0, 1.0, temperature)
-    return temperature, divisor, tl.minimum(tl.div_rn(LOG2E, divisor), LARGEST)
-
-
-@triton.jit
-def _larger_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def draft_sample_blocks_kernel(
     blocks,
-    cache,
+    cells,
     logits,
-    batch,
-    vocab_size,
+    logits_stride,
+    rows,
+    target_ids,
+    num_tokens,
+    num_columns,
+    width,
+    num_blocks,
     NUM_SHARDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """Program (token, i): read NUM_BLOCKS blocks once, store them if owned, reduce each of them."""
-    token = tl.program_id(0).to(tl.int64)
-    req = tl.load(batch.idx_mapping + token)
+    """Program (i, token): read NUM_BLOCKS blocks once, store them if owned, reduce each of them.
+
+    Only the last programs of a row work with masks.
+    """
+    token = token_of_program()
+    if token >= num_tokens:
+        return
+    req = tl.load(rows.idx_mapping + token)
     if req < 0:
         return
-    block = tl.program_id(1) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
-    columns = block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-    x = _load_logits(logits, cache, token, columns)
+    row = logits + token * logits_stride
+    if (tl.program_id(0) + 1) * NUM_BLOCKS * BLOCK_SIZE <= num_columns:
+        _reduce_blocks(
+            blocks,
+            cells,
+            row,
+            rows,
+            target_ids,
+            token,
+            req,
+            num_columns,
+            width,
+            num_blocks,
+            NUM_SHARDS,
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            VECTOR,
+            True,
+        )
+    else:
+        _reduce_blocks(
+            blocks,
+            cells,
+            row,
+            rows,
+            target_ids,
+            token,
+            req,
+            num_columns,
+            width,
+            num_blocks,
+            NUM_SHARDS,
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            VECTOR,
+            False,
+        )
 
-    if cache is not None:
-        is_owned, row, _ = _cell(cache, batch, req, token, NUM_SHARDS)
-        if is_owned:
-            if logits.target_ids is None:
-                tl.store(row + columns, x, mask=columns < vocab_size)
-            else:
-                mask = columns < logits.num_columns
-                ids = tl.load(logits.target_ids + columns, mask=mask, other=0)
-                tl.store(row + ids, x, mask=mask)
 
-    at = token * blocks.num_blocks + block
-    live = block < blocks.num_blocks
-    x = x.to(tl.float32)
-    peak = tl.reduce(x, 1, _larger_or_nan)
-    num_nans = tl.zeros_like(block)
-    if tl.min((peak <= LOGIT_MAX).to(tl.int32), 0) == 0:  # rare: a NaN or +inf is there
-        num_nans = tl.sum((x != x).to(tl.int32), 1)
-        x = clean_logits(x)
-        peak = tl.max(x, 1)
-    tl.store(blocks.num_nans + at, num_nans, mask=live)
-    tl.store(blocks.peak + at, peak, mask=live)
-    if batch.temperature is not None:
-        _, _, scale = _temperature(batch, req)
-        mass = sum_weights(tl.exp2((x - peak[:, None]) * scale), 1)
-        tl.store(blocks.mass + at, tl.where(peak == float("-inf"), 0, mass), mask=live)
+@triton.jit
+def _load_block(logits, logits_stride, cells, token, block, num_columns, BLOCK_SIZE: tl.constexpr):
+    """Logits of one block as they are stored: rounded to the cache's dtype."""
+    columns = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = load_columns(logits + token * logits_stride, columns, num_columns, False)
+    if cells is not None:
+        x = x.to(cells.data.dtype.element_ty)
+    return x
 
 
 @triton.jit
 def draft_sample_tokens_kernel(
     ids,
     num_nans,
+    statistics,
     blocks,
-    cache,
+    cells,
     logits,
-    batch,
+    logits_stride,
+    rows,
+    words,
+    target_ids,
+    num_columns,
+    num_blocks,
     NUM_SHARDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Program (token): draw a block, then a column of it; store the statistics if owned."""
     token = tl.program_id(0).to(tl.int64)
-    req = tl.load(batch.idx_mapping + token)
+    req = tl.load(rows.idx_mapping + token)
+    step = tl.load(rows.steps + token)
+    block = tl.arange(0, NUM_BLOCKS)
+    live = block < num_blocks
+    packed = tl.load(blocks + token * num_blocks + block, mask=live, other=0)
     if req < 0:
         tl.store(ids + token, -1)
         return
-    block = tl.arange(0, NUM_BLOCKS)
-    at = token * blocks.num_blocks + block
-    live = block < blocks.num_blocks
-    peak = tl.load(blocks.peak + at, mask=live, other=float("-inf"))
+    peak = tl.where(live, peak_of(packed), float("-inf"))
+    if rows.temperature is not None:
+        is_drawn, divisor, scale = load_temperature(rows.temperature, req)
+        mass = packed.to(tl.int32)
+
+    # Rare: blocks with a NaN, or whose peak passes 2^100 in magnitude, are reduced here.
+    is_odd = (peak != float("-inf")) & ~(tl.abs(peak) <= LOGIT_MAX)
+    num_odd = tl.sum(is_odd.to(tl.int32), 0)
+    was_odd = is_odd
+    is_bad = num_odd < 0
+    while num_odd > 0:
+        odd = tl.argmax(is_odd.to(tl.int32), 0)
+        x = _load_block(logits, logits_stride, cells, token, odd, num_columns, BLOCK_SIZE)
+        is_bad = is_bad | (tl.sum((x != x).to(tl.int32), 0) > 0)
+        x = clean_logits(x)
+        largest = tl.max(x, 0)
+        if rows.temperature is not None:
+            weights = tl.where(x == float("-inf"), 0.0, tl.exp2((x - largest) * scale))
+            mass = tl.where(block == odd, sum_weights(weights, 0), mass)
+        peak = tl.where(block == odd, largest, peak)
+        is_odd = is_odd & (block != odd)
+        num_odd -= 1
+
     top = tl.max(peak, 0)
     is_empty = top == float("-inf")
-
     chosen = tl.argmax(peak, 0)
-    if batch.temperature is not None:
-        temperature, divisor, scale = _temperature(batch, req)
-        is_drawn = (temperature != 0.0) & ~is_empty
+    if rows.temperature is not None:
+        is_drawn = is_drawn & ~is_empty
         word0, word1, _, _ = random_words(
-            tl.load(batch.seeds + req),
-            tl.load(batch.positions + token),
-            tl.load(batch.steps + token),
-            STREAM_DRAFT,
+            tl.load(words.seeds + req), tl.load(words.positions + token), step, STREAM_DRAFT
         )
-        mass = tl.load(blocks.mass + at, mask=live, other=0).to(tl.float32) * MASS_SCALE
-        mass *= tl.exp2((peak - top) * scale)
-        units = tl.where(peak == float("-inf"), 0.0, mass).to(tl.int64)
+        factor = tl.where(was_odd, tl.exp2((peak - top) * scale), weight_of(peak, top, scale))
+        shares = mass.to(tl.float32) * MASS_SCALE * factor
+        units = tl.where(peak == float("-inf"), 0.0, shares).to(tl.int64)
         total = tl.sum(units, 0).to(tl.float32) * MASS_UNIT
         chosen = tl.where(is_drawn, draw_index(units, word0), chosen)
 
-    columns = chosen * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    x = clean_logits(_load_logits(logits, cache, token, columns))
+    x = _load_block(logits, logits_stride, cells, token, chosen, num_columns, BLOCK_SIZE)
+    x = clean_logits(x)
     lane = tl.argmax(x, 0)
-    if batch.temperature is not None:
+    if rows.temperature is not None:
         weights = tl.exp2((x - tl.max(x, 0)) * scale)
         units = tl.where(x == float("-inf"), 0.0, weights * WEIGHT_SCALE).to(tl.int64)
         lane = tl.where(is_drawn, draw_index(units, word1), lane)
 
     column = (chosen * BLOCK_SIZE + lane).to(tl.int64)
-    if logits.target_ids is not None:
-        column = tl.load(logits.target_ids + column).to(tl.int64)
+    if target_ids is not None:
+        column = tl.load(target_ids + column).to(tl.int64)
     tl.store(ids + token, column)
     if num_nans is not None:
-        is_bad = tl.sum(tl.load(blocks.num_nans + at, mask=live, other=0), 0) > 0
         tl.atomic_add(num_nans + req, 1, mask=is_bad | is_empty)
-    if cache is not None:
-        is_owned, _, cell = _cell(cache, batch, req, token, NUM_SHARDS)
-        if is_owned:
-            logsumexp = tl.div_rn(top, divisor) + tl.log(total)
-            tl.store(cache.temperature + cell, temperature)
-            tl.store(cache.logsumexp + cell, tl.where(is_drawn, logsumexp, 0.0))
-            tl.store(cache.state + cell, tl.where(is_empty, CELL_EMPTY, CELL_STORED).to(tl.uint8))
+    if statistics is not None:
+        logsumexp = tl.where(is_drawn, tl.div_rn(top, divisor) + tl.log(total), 0.0)
+        drawn_at = tl.where(tl.load(rows.temperature + req) == 0.0, 0.0, divisor)
+        store_statistics(statistics, req, step, drawn_at, logsumexp, is_empty, NUM_SHARDS)
 
 
 @triton.jit
 def draft_sample_fill_kernel(
-    cache, batch, vocab_size, NUM_SHARDS: tl.constexpr, FILL_SIZE: tl.constexpr
+    cells, rows, num_tokens, vocab_size, NUM_SHARDS: tl.constexpr, FILL_SIZE: tl.constexpr
 ):
-    """Program (token, i): -inf into an owned row, where a reduced vocabulary leaves columns out."""
-    token = tl.program_id(0).to(tl.int64)
-    req = tl.load(batch.idx_mapping + token)
+    """Program (i, token): -inf into an owned row, where a reduced vocabulary leaves columns out."""
+    token = token_of_program()
+    if token >= num_tokens:
+        return
+    req = tl.load(rows.idx_mapping + token)
     if req < 0:
         return
-    is_owned, row, _ = _cell(cache, batch, req, token, NUM_SHARDS)
+    is_owned, row = logits_cell(cells, req, tl.load(rows.steps + token), NUM_SHARDS)
     if is_owned:
-        columns = tl.program_id(1) * FILL_SIZE + tl.arange(0, FILL_SIZE)
+        columns = tl.program_id(0) * FILL_SIZE + tl.arange(0, FILL_SIZE)
         tl.store(row + columns, float("-inf"), mask=columns < vocab_size)
 
 
@@ -243,49 +287,67 @@ def draft_sample_triton(
     target_ids: Tensor | None,
     num_nans: Tensor | None,
 ) -> Tensor:
-    """Launch on the current stream: two kernels, three with `target_ids` and a cache. No sync."""
-    num_tokens = len(idx_mapping)
+    """Launch on the current stream: two kernels, three to scatter into a dense cache. No sync."""
+    num_tokens, width = logits.shape
     ids = torch.empty_like(idx_mapping)
     if num_tokens == 0:
         return ids
-    num_columns = min(logits.shape[1], vocab_size) if target_ids is None else len(target_ids)
-    num_blocks = triton.cdiv(vocab_size if target_ids is None else num_columns, BLOCK_SIZE)
-    scratch = idx_mapping.new_empty(3, num_tokens, num_blocks, dtype=torch.int32)
-    blocks = BlockArgs(scratch[0].view(torch.float32), scratch[1], scratch[2], num_blocks)
-    batch = BatchArgs(idx_mapping, steps, positions, temperature, seeds)
-    inputs = LogitsArgs(logits, logits.stride(0), num_columns, target_ids)
-    stored = None if cache is None else cache_args(cache)
-    num_shards = 1 if cache is None else cache.shard.num_shards
-
-    if cache is not None and target_ids is not None:
-        draft_sample_fill_kernel[(num_tokens, triton.cdiv(vocab_size, FILL_SIZE))](
-            cache=stored,
-            batch=batch,
+    num_columns = min(width, vocab_size) if target_ids is None else target_ids.shape[0]
+    cells = statistics = scattered = None
+    num_shards, width = 1, num_columns
+    if cache is not None:
+        cells, statistics = cells_of(cache)
+        num_shards, width = cache.shard.num_shards, cache.logits.shape[2]
+        if target_ids is not None and cache.layout is DraftLogitsLayout.DENSE:
+            scattered, width = target_ids, num_columns
+    num_blocks = -(-width // BLOCK_SIZE)
+    blocks = torch.empty(num_tokens * num_blocks, dtype=torch.int64, device=logits.device)
+    rows = RowArgs(idx_mapping, steps, temperature)
+    grid_rows = (min(num_tokens, GRID_ROWS.value), -(-num_tokens // GRID_ROWS.value))
+    if scattered is not None:
+        draft_sample_fill_kernel[(-(-vocab_size // FILL_SIZE), *grid_rows)](
+            cells=cells,
+            rows=rows,
+            num_tokens=num_tokens,
             vocab_size=vocab_size,
             NUM_SHARDS=num_shards,
             FILL_SIZE=FILL_SIZE,
         )
-    blocks_per_program = min(BLOCKS_PER_PROGRAM, triton.next_power_of_2(num_blocks))
-    draft_sample_blocks_kernel[(num_tokens, triton.cdiv(num_blocks, blocks_per_program))](
+    padded = 1 << (num_blocks - 1).bit_length()
+    blocks_per_program = min(BLOCKS_PER_PROGRAM, padded)
+    draft_sample_blocks_kernel[(-(-num_blocks // blocks_per_program), *grid_rows)](
         blocks=blocks,
-        cache=stored,
-        logits=inputs,
-        batch=batch,
-        vocab_size=vocab_size,
+        cells=cells,
+        logits=logits,
+        logits_stride=logits.stride(0),
+        rows=rows,
+        target_ids=scattered,
+        num_tokens=num_tokens,
+        num_columns=num_columns,
+        width=width,
+        num_blocks=num_blocks,
         NUM_SHARDS=num_shards,
         NUM_BLOCKS=blocks_per_program,
         BLOCK_SIZE=BLOCK_SIZE,
+        VECTOR=16 // logits.element_size(),
         num_warps=NUM_WARPS,
     )
     draft_sample_tokens_kernel[(num_tokens,)](
         ids=ids,
         num_nans=num_nans,
+        statistics=statistics,
         blocks=blocks,
-        cache=stored,
-        logits=inputs,
-        batch=batch,
+        cells=cells,
+        logits=logits,
+        logits_stride=logits.stride(0),
+        rows=rows,
+        words=WordArgs(positions, seeds),
+        target_ids=target_ids,
+        num_columns=num_columns,
+        num_blocks=num_blocks,
         NUM_SHARDS=num_shards,
-        NUM_BLOCKS=triton.next_power_of_2(num_blocks),
+        NUM_BLOCKS=padded,
         BLOCK_SIZE=BLOCK_SIZE,
+        num_warps=TOKEN_WARPS,
     )
     return ids

@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specreg.capabilities import DraftLogitsLayout
 from specreg.errors import TensorError
-from specreg.kernels.common.args import check_cache, check_strides
-from specreg.kernels.common.checks import FLOATS, check_tensor
+from specreg.kernels.common.checks import FLOATS
 from specreg.kernels.common.dispatch import uses_triton
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample.reference import draft_sample_reference
+from specreg.kernels.drafting.checks import (
+    check_matrix,
+    check_vector,
+    check_written_cache,
+    refuse_greedy_cache,
+)
 
-__all__ = ["draft_sample"]
+__all__ = ["check_drafts", "draft_sample"]
 
-_BY_SLOT = {"temperature": torch.float32, "seeds": torch.int64, "num_nans": torch.int32}
+LAYOUTS = frozenset({DraftLogitsLayout.DENSE, DraftLogitsLayout.DRAFT_VOCAB})
 
 
 def draft_sample(
@@ -49,10 +55,12 @@ def draft_sample(
         positions: int64 `[n]`, position of the token being drafted, below 2^31.
         temperature: fp32 `[max_num_seqs]` by slot; exactly 0 means argmax.
         seeds: int64 `[max_num_seqs]` by slot.
-        cache: where owned rows go, whole; None stores nothing. Written in place.
+        cache: where owned rows go, whole, in layout dense or draft_vocab; None stores nothing.
+            Written in place.
         vocab_size: columns of the target's vocabulary.
         target_ids: int64 `[num_draft_columns]`, the target id of each draft column, injective and
-            in range; the stored row is -inf in all other columns.
+            in range. A dense row is -inf in all other columns; one of layout draft_vocab holds the
+            draft columns as they are, and goes with the map that the cache was allocated for.
         num_nans: int32 `[max_num_seqs]` by slot, raised by one for each row with a NaN or without a
             logit above -inf. Written in place.
         greedy: take the argmax of every row whatever its temperature. Goes with no cache: such
@@ -64,26 +72,21 @@ def draft_sample(
     Raises:
         TensorError: shapes, dtypes, devices or strides that do not fit, or `greedy` with a cache.
     """
-    by_slot = {"temperature": temperature, "seeds": seeds}
-    if num_nans is not None:
-        by_slot["num_nans"] = num_nans
-    by_token = {"idx_mapping": idx_mapping, "steps": steps, "positions": positions}
-    _check(logits, by_token, by_slot, target_ids, vocab_size)
-    if cache is not None:
-        check_cache(
-            "draft_sample(cache)",
-            cache,
-            vocab_size=vocab_size,
-            max_num_seqs=len(temperature),
-            device=logits.device,
-        )
-        if greedy:
-            raise TensorError(
-                "greedy drafts have no distribution to store",
-                where="draft_sample(greedy, cache)",
-                got="greedy=True with a cache; allowed: one of them",
-                fix="pass cache=None, or leave greedy out and set temperatures to 0",
-            )
+    check_drafts(
+        "draft_sample",
+        logits,
+        idx_mapping,
+        steps,
+        positions,
+        temperature,
+        seeds,
+        cache,
+        vocab_size=vocab_size,
+        target_ids=target_ids,
+        num_nans=num_nans,
+    )
+    if greedy and cache is not None:
+        refuse_greedy_cache("draft_sample")
     if uses_triton(logits.device):
         from specreg.kernels.draft_sample.kernel import draft_sample_triton as implementation
     else:
@@ -102,54 +105,78 @@ def draft_sample(
     )
 
 
-def _check(
+def check_drafts(
+    op: str,
     logits: Tensor,
-    by_token: dict[str, Tensor],
-    by_slot: dict[str, Tensor],
-    target_ids: Tensor | None,
+    idx_mapping: Tensor,
+    steps: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    cache: DraftLogitsView | None,
+    *,
     vocab_size: int,
+    target_ids: Tensor | None,
+    num_nans: Tensor | None,
 ) -> None:
-    device = logits.device
-    check_tensor(
-        "draft_sample(logits)",
+    """Refuse arguments that do not fit an op that draws from whole rows of draft logits.
+
+    Reads no values, so it does not synchronise.
+
+    Args:
+        op: its name; the others are as of `draft_sample`.
+
+    Raises:
+        TensorError: naming what was got and what is allowed.
+    """
+    device, per_row, per_slot = logits.device, "value a row of logits", "value a slot"
+    check_matrix(
+        f"{op}(logits)",
         logits,
-        shape=(None, None),
-        dtypes=FLOATS,
-        device=device,
-        fix="pass one row of floating-point logits a token: logits.flatten(0, -2)",
+        FLOATS,
+        "pass one row of floating-point logits a token: logits.flatten(0, -2)",
     )
     num_tokens, width = logits.shape
-    is_packed = width == 1 or logits.stride(1) == 1
-    check_strides("draft_sample(logits)", logits, is_packed, "stride 1 between columns")
     most = min(width, vocab_size)
     num_columns = most if target_ids is None else target_ids.numel()
     if not 1 <= num_columns <= most:
         raise TensorError(
             "there is nothing to sample from",
-            where="draft_sample(logits, vocab_size, target_ids)",
+            where=f"{op}(logits, vocab_size, target_ids)",
             got=f"{width} columns, vocab_size {vocab_size}, {num_columns} columns in use; allowed: "
             "at least 1, at most the columns of the logits and of the target",
             fix="pass the logits of the draft head and one target id a column of it",
         )
-    for name, tensor in by_token.items():
-        _check_vector(name, tensor, num_tokens, torch.int64, device, "value a row of logits")
-    max_num_seqs = by_slot["seeds"].numel()
-    for name, tensor in by_slot.items():
-        _check_vector(name, tensor, max_num_seqs, _BY_SLOT[name], device, "value a slot")
+    check_vector(f"{op}(idx_mapping)", idx_mapping, num_tokens, torch.int64, device, per_row)
+    check_vector(f"{op}(steps)", steps, num_tokens, torch.int64, device, per_row)
+    check_vector(f"{op}(positions)", positions, num_tokens, torch.int64, device, per_row)
+    max_num_seqs = seeds.numel()
+    check_vector(f"{op}(temperature)", temperature, max_num_seqs, torch.float32, device, per_slot)
+    check_vector(f"{op}(seeds)", seeds, max_num_seqs, torch.int64, device, per_slot)
+    if num_nans is not None:
+        check_vector(f"{op}(num_nans)", num_nans, max_num_seqs, torch.int32, device, per_slot)
     if target_ids is not None:
-        _check_vector("target_ids", target_ids, num_columns, torch.int64, device, "id a column")
-
-
-def _check_vector(
-    name: str, tensor: Tensor, length: int, dtype: torch.dtype, device: torch.device, fix: str
-) -> None:
-    where = f"draft_sample({name})"
-    check_tensor(
-        where,
-        tensor,
-        shape=(length,),
-        dtypes=(dtype,),
+        check_vector(
+            f"{op}(target_ids)", target_ids, num_columns, torch.int64, device, "id a column"
+        )
+    if cache is None:
+        return
+    check_written_cache(
+        f"{op}(cache)",
+        cache,
+        LAYOUTS,
+        of_candidates=False,
+        vocab_size=vocab_size,
+        max_num_seqs=max_num_seqs,
         device=device,
-        fix=f"pass one {fix}, as {str(dtype).removeprefix('torch.')}, where the logits are",
     )
-    check_strides(where, tensor, tensor.is_contiguous(), "contiguous")
+    if cache.layout is DraftLogitsLayout.DRAFT_VOCAB:
+        draft_vocab_size = cache.logits.shape[2]
+        if target_ids is None or num_columns != draft_vocab_size:
+            raise TensorError(
+                "a cache of a reduced vocabulary needs the map that it was allocated for",
+                where=f"{op}(target_ids)",
+                got=f"{None if target_ids is None else num_columns} ids; allowed: "
+                f"{draft_vocab_size}, one a column of the cache",
+                fix="pass DraftLogitsCache.target_ids",
+            )

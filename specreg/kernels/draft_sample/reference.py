@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels.common.reference import (
     SUM_BITS,
     UNIT_BITS,
@@ -29,7 +30,7 @@ BLOCK_SIZE = 512  # one word resolves 512 columns, another their 485 blocks at 2
 MASS_BITS = 33  # block masses are drawn in multiples of 2^-33
 CHUNK_ELEMENTS = 2**20  # logits worked on at a time: bounds scratch and stays in the CPU's cache
 
-_LARGEST = torch.finfo(torch.float32).max
+TEMPERATURE_MIN = 2.0**-26  # a temperature above 0 counts as at least this
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def draft_sample_reference(
         block, lane = _largest(blocks)
         logsumexp = torch.zeros_like(top)
         drawn_at = logsumexp if temperature is None else temperature[slots]
+        drawn_at = torch.where(drawn_at != 0.0, drawn_at.clamp(min=TEMPERATURE_MIN), 0.0)
         is_drawn = (drawn_at != 0.0) & ~is_empty
         if bool(is_drawn.any()):
             words = random_words_reference(
@@ -130,7 +132,8 @@ def draft_sample_reference(
             row = owned_row_reference(slots, cache.shard.num_shards, cache.shard.shard_idx)
             owned = row >= 0
             cell = (row[owned], token_steps[owned])
-            _store(cache.logits, cell, rows[owned], target_ids)
+            is_scattered = cache.layout is DraftLogitsLayout.DENSE
+            _store(cache.logits, cell, rows[owned], target_ids if is_scattered else None)
             cache.temperature[cell] = drawn_at[owned]
             cache.logsumexp[cell] = torch.where(is_drawn, logsumexp, 0.0)[owned]
             cache.state[cell] = torch.where(is_empty, CELL_EMPTY, CELL_STORED)[owned].to(
@@ -148,7 +151,7 @@ def _largest(blocks: Blocks) -> tuple[Tensor, Tensor]:
 def _drawn(blocks: Blocks, temperature: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Block and lane drawn at `temperature`, and the logsumexp; undefined where it is 0."""
     temperature = torch.where(temperature != 0.0, temperature, 1.0)
-    inverse = (1.0 / temperature).clamp(max=_LARGEST)
+    inverse = 1.0 / temperature
     masses = blocks.masses(inverse)
     block = draw_index_reference(masses, words[0]).clamp(max=masses.shape[1] - 1)
     lane = draw_index_reference(blocks.weights(block, inverse), words[1])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from draft_sample_cases import distance_to_boundary, make_batch, make_cache
 
+from specreg.kernels.draft_sample import kernel
 from specreg.kernels.draft_sample.kernel import draft_sample_triton
 from specreg.kernels.draft_sample.reference import draft_sample_reference
 from specreg.ownership import Shard
@@ -105,6 +106,22 @@ def test_a_reduced_vocabulary_is_scattered():
     outside = torch.ones(3000, dtype=torch.bool)
     outside[target_ids] = False
     assert cache.logits[..., outside].eq(-torch.inf).all()
+
+
+def test_a_reduced_vocabulary_is_stored_as_it_is():
+    batch = make_batch([2, -1, 0, 1], 640, num_steps=2)
+    target_ids = torch.randperm(3000, generator=torch.Generator().manual_seed(1))[:600]
+    cache = functools.partial(make_cache, 3, 2, 3000, Shard(2, 0), FP16, target_ids=target_ids)
+    ids, stored = agree(batch, cache, vocab_size=3000, target_ids=target_ids)
+    assert set(ids[ids >= 0].tolist()) <= set(target_ids.tolist())
+    assert torch.equal(stored.logits[0, 0], batch.logits[4, :600].half())
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 16])
+def test_the_size_of_a_program_does_not_show(num_blocks, monkeypatch):
+    monkeypatch.setattr(kernel, "BLOCKS_PER_PROGRAM", num_blocks)
+    batch = make_batch([1, 0], 2100)
+    agree(batch, lambda: make_cache(2, 1, 2100), vocab_size=2100)
 
 
 @pytest.mark.parametrize("target_ids", [None, torch.arange(0, 1400, 2)])
