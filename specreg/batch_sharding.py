@@ -38,13 +38,16 @@ class GatheredOutputs(NamedTuple):
     Attributes:
         sampled: int64 `[num_reqs, num_speculative_tokens + 1]`, -1 padded.
         num_sampled: int64 `[num_reqs]`; 0 for requests without logits rows and padding rows.
-        num_nans: int64 `[num_reqs]`, NaN entries in the request's target logits.
+        num_nans: int64 `[num_reqs]`, target logits rows of the request that held a NaN, or nothing
+            above -inf.
+        extra: int64 `[num_reqs, num_extra]`, what the host sent along; 0 for padding rows.
         proposal_hashes: int64 `[num_ranks]`, each rank's hash of its last proposal.
     """
 
     sampled: Tensor
     num_sampled: Tensor
     num_nans: Tensor
+    extra: Tensor
     proposal_hashes: Tensor
 
 
@@ -92,6 +95,7 @@ class BatchSharder:
         num_nans: Tensor,
         plan: ShardPlan,
         proposal_hash: Tensor,
+        extra: Tensor | None = None,
     ) -> GatheredOutputs:
         """Put the owners' outputs into batch order, in one collective.
 
@@ -100,25 +104,30 @@ class BatchSharder:
             num_sampled, num_nans: `[num_local_reqs]`.
             plan: of the step.
             proposal_hash: int64 scalar, this rank's hash of its last proposal.
+            extra: int64 `[num_local_reqs, num_extra]`, more columns to send along; as many on every
+                rank. None is no column.
         """
         reqs_per_rank = plan.reqs_per_rank.tolist()
-        num_slots = sampled.shape[1]
-        payload = sampled.new_zeros(max(reqs_per_rank) + 1, num_slots + 2)
+        num_reqs, num_slots = sampled.shape
+        columns = [sampled, num_sampled.unsqueeze(1), num_nans.unsqueeze(1)]
+        if extra is not None:
+            columns.append(extra)
+        body = torch.cat([column.to(torch.int64) for column in columns], 1)
+        payload = body.new_zeros(max(reqs_per_rank) + 1, body.shape[1])
         payload[0, 0] = proposal_hash
-        body = payload[1 : 1 + sampled.shape[0]]
-        body[:, :num_slots] = sampled
-        body[:, num_slots] = num_sampled
-        body[:, num_slots + 1] = num_nans
+        payload[1 : 1 + num_reqs] = body
         gathered = self.collectives.all_gather(payload)
         owned = torch.cat(
             [rows[1 : 1 + count] for rows, count in zip(gathered, reqs_per_rank, strict=True)]
         )
-        nothing = owned.new_tensor([[-1] * num_slots + [0, 0]])
+        nothing = owned.new_zeros(1, owned.shape[1])
+        nothing[:, :num_slots] = -1
         outputs = torch.cat([owned, nothing])[plan.restore.to(owned.device)]
         return GatheredOutputs(
             sampled=outputs[:, :num_slots],
             num_sampled=outputs[:, num_slots],
             num_nans=outputs[:, num_slots + 1],
+            extra=outputs[:, num_slots + 2 :],
             proposal_hashes=gathered[:, 0, 0],
         )
 

@@ -67,9 +67,12 @@ def exchange_and_gather(tp: TensorParallel) -> dict[str, object]:
         # Each owner reports what only it knows: token ids made of its requests' slots.
         slots = plan.local_idx_mapping
         sampled = slots.unsqueeze(1) * 10 + torch.arange(K + 1)
-        gathered = sharder.gather_outputs(
-            sampled, slots + 1, slots + 2, plan, torch.tensor(-(2**62) - 5)
-        )
+        proposal_hash = torch.tensor(-(2**62) - 5)
+        extra = slots.unsqueeze(1) + torch.tensor([2**40, -(2**40)])
+        gathered = sharder.gather_outputs(sampled, slots + 1, slots + 2, plan, proposal_hash, extra)
+        bare = sharder.gather_outputs(sampled, slots + 1, slots + 2, plan, proposal_hash)
+        assert bare.extra.shape == (len(case.idx_mapping), 0)
+        torch.testing.assert_close(bare.sampled, gathered.sampled)
         outputs.append([tensor.tolist() for tensor in gathered])
     return {"outputs": outputs, "counts": dict(tp.counts)}
 
@@ -84,7 +87,7 @@ def test_owners_get_whole_rows_and_every_rank_gets_all_outputs_in_batch_order(
 ) -> None:
     for result in ranks:
         for case, output in zip(CASES, result["outputs"], strict=True):  # type: ignore[call-overload]
-            sampled, num_sampled, num_nans, hashes = output
+            sampled, num_sampled, num_nans, extra, hashes = output
             live = [slot >= 0 for slot in case.idx_mapping]
             assert sampled == [
                 [slot * 10 + i for i in range(K + 1)] if is_live else [-1] * (K + 1)
@@ -92,6 +95,7 @@ def test_owners_get_whole_rows_and_every_rank_gets_all_outputs_in_batch_order(
             ]
             assert num_sampled == [s + 1 if s >= 0 else 0 for s in case.idx_mapping]
             assert num_nans == [s + 2 if s >= 0 else 0 for s in case.idx_mapping]
+            assert extra == [[s + 2**40, s - 2**40] if s >= 0 else [0, 0] for s in case.idx_mapping]
             assert hashes == [-(2**62) - 5] * len(ranks)
 
 
@@ -101,7 +105,7 @@ def test_every_rank_joins_the_same_collectives_whatever_it_owns(
     counts = [result["counts"] for result in ranks]
     assert counts == counts[:1] * len(ranks)
     if len(ranks) > 1:
-        assert counts[0] == {"all_to_all": 3 * len(CASES), "all_gather": len(CASES)}
+        assert counts[0] == {"all_to_all": 3 * len(CASES), "all_gather": 2 * len(CASES)}
 
 
 def test_equal_proposals_agree() -> None:

@@ -31,8 +31,7 @@ class Batch:
         num_logits: int64 `[num_reqs]`.
         num_draft_tokens: int64 `[num_reqs]`, wanted from the next proposal.
         next_prefill_tokens: int64 `[lookahead, num_reqs]`.
-        history: int64 `[num_reqs, max_len]`, -1 padded, all tokens that the step reads or has read;
-            None unless the rows carry it.
+        max_num_tokens: tokens of the longest request, drafts included.
     """
 
     slots: list[int]
@@ -48,7 +47,7 @@ class Batch:
     num_logits: Tensor
     num_draft_tokens: Tensor
     next_prefill_tokens: Tensor
-    history: Tensor | None
+    max_num_tokens: int
 
     @classmethod
     def pack(
@@ -91,10 +90,5 @@ class Batch:
             num_logits=on_device([row.num_logits for row in rows]),
             num_draft_tokens=on_device([row.num_draft_tokens for row in rows]),
             next_prefill_tokens=on_device([row.next_prefill_tokens for row in rows]).T,
-            history=on_device(_padded([row.history for row in rows])) if rows[0].history else None,
+            max_num_tokens=max(row.start + len(row.token_ids) for row in rows),
         )
-
-
-def _padded(histories: Sequence[list[int]]) -> list[list[int]]:
-    width = max(map(len, histories))
-    return [history + [-1] * (width - len(history)) for history in histories]

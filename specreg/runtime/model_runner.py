@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from specreg.batch_sharding import GatheredOutputs, check_agreement
 from specreg.capabilities import HiddenStates
 from specreg.fingerprint import Fingerprint
+from specreg.logprobs import LogprobsFormat, TokenLogprobs
 from specreg.nn.hf_decoder import DecoderOutput
-from specreg.rejection_sampler import VerifyInputs, VerifyOutput
+from specreg.ownership import Shard
 from specreg.runtime.batch import Batch
 from specreg.runtime.loading import LoadedModels
+from specreg.runtime.slot_processors import SlotProcessors
 from specreg.runtime.slot_state import SlotState
 from specreg.runtime.step import StepOutput, StepPlan
+from specreg.runtime.token_history import TokenHistory
+from specreg.runtime.verifier import OwnedBatch, Verified, Verifier
 from specreg.speculator import ProposeInputs
 
 __all__ = ["ModelRunner"]
@@ -24,6 +30,9 @@ class ModelRunner:
 
     Args:
         models: what was loaded and allocated for this rank.
+
+    Raises:
+        InternalError: a sharded cache with a rejection sampler that does not accept one.
     """
 
     def __init__(self, models: LoadedModels) -> None:
@@ -31,10 +40,34 @@ class ModelRunner:
         self.drafting = models.drafting
         self.draft_logits = models.drafting.draft_logits if models.drafting else None
         self.device = models.target.device
-        self.state = SlotState(models.config.max_num_seqs, self.device)
-        num_tokens = models.config.max_num_seqs * (models.num_speculative_tokens + 1)
+        max_num_seqs, vocab_size = models.config.max_num_seqs, models.target.vocab_size
+        self.state = SlotState(max_num_seqs, self.device)
+        shard = models.sharder.shard if models.sharder is not None else Shard()
+        self.processors = SlotProcessors(vocab_size, self.device, shard)
+        self._verifier = Verifier(
+            models.rejection_sampler, self.state, self.processors, self.draft_logits, vocab_size
+        )
+        self._history = (
+            TokenHistory(max_num_seqs, models.max_model_len, self.device)
+            if models.needs.needs_token_history
+            else None
+        )
+        num_tokens = max_num_seqs * (models.num_speculative_tokens + 1)
         self._fingerprint = Fingerprint(num_tokens, self.device)
         self._proposal_hash = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    @property
+    def num_draft_nans(self) -> int:
+        """Rows that drafts were sampled from with a NaN, or with nothing above -inf.
+
+        Drafting is replicated, so every rank counts them all. Waits for the device.
+        """
+        return int(self.drafting.sampler.num_nans.sum()) if self.drafting is not None else 0
+
+    def clear_counts(self) -> None:
+        """Start counting anew."""
+        if self.drafting is not None:
+            self.drafting.sampler.num_nans.zero_()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -46,23 +79,33 @@ class ModelRunner:
         """
         self._apply(plan)
         if not plan.rows:
-            return StepOutput(emitted=[], drafts=[], num_nans=[])
+            return StepOutput()
         batch = Batch.pack(plan.rows, self.models.num_speculative_tokens, self.device)
         states = self._forward(batch)
-        verified = self._verify(batch, states.hidden)
+        layout = LogprobsFormat.of(
+            self.state.logprob_queries[row.slot]
+            for row in plan.rows
+            if row.num_logits and row.slot in self.state.logprob_queries
+        )
+        verified = self._verify(batch, states.hidden, layout)
+        self.processors.count(batch.slots, verified.sampled)
         drafts = self._propose(batch, states, verified)
         check_agreement(verified.proposal_hashes.tolist(), plan.step - 1)
-        return _on_host(verified, drafts)
+        return self._on_host(batch.slots, verified, drafts, layout)
 
     def _apply(self, plan: StepPlan) -> None:
         """Free, admit and grow slots, in this order: a slot may change hands within one plan."""
         for slot in plan.released:
+            self.state.release(slot)
+            self.processors.release(slot)
             if self.drafting is not None:
                 self.drafting.speculator.release(slot)
             if self.draft_logits is not None:
                 self.draft_logits.release(slot)
         for admission in plan.admitted:
             self.state.admit(admission)
+            self.processors.admit(admission)
+        self.processors.begin(plan.rows)
         self.models.kv_pool.assign(plan.blocks)
 
     def _forward(self, batch: Batch) -> DecoderOutput:
@@ -75,58 +118,43 @@ class ModelRunner:
             pre_norm=needs.hidden_states is HiddenStates.PRE_NORM,
         )
 
-    def _verify(self, batch: Batch, hidden: Tensor) -> GatheredOutputs:
+    def _verify(
+        self, batch: Batch, hidden: Tensor, layout: LogprobsFormat | None
+    ) -> GatheredOutputs:
         target, sharder = self.models.target, self.models.sharder
         if sharder is None:
             logits = target.compute_logits(hidden[batch.logits_indices])
-            output = self._sample(batch, logits, batch.idx_mapping, batch.cu_num_logits, None)
-            return self._replicated(output)
+            everything = OwnedBatch(
+                batch.idx_mapping, batch.cu_num_logits, batch.draft_tokens, batch.positions
+            )
+            return self._replicated(self._verifier(logits, everything, layout))
         plan = sharder.plan(batch.idx_mapping, batch.cu_num_logits)
         rows = batch.logits_indices[plan.order.to(self.device)]
         logits = sharder.exchange_logits(target.compute_logits_local(hidden[rows]), plan)
-        output = self._sample(
-            batch, logits, plan.local_idx_mapping, plan.local_cu_num_logits, plan.local_reqs
+        reqs = plan.local_reqs.to(self.device)
+        owned = OwnedBatch(
+            plan.local_idx_mapping,
+            plan.local_cu_num_logits,
+            batch.draft_tokens[reqs],
+            batch.positions[reqs],
         )
-        return sharder.gather_outputs(*output, plan, self._proposal_hash)
-
-    def _sample(
-        self,
-        batch: Batch,
-        logits: Tensor,
-        idx_mapping: Tensor,
-        cu_num_logits: Tensor,
-        batch_rows: Tensor | None,
-    ) -> VerifyOutput:
-        """Verify the requests of `idx_mapping`, a host tensor; `batch_rows` says which they are."""
-        drafts, positions = batch.draft_tokens, batch.positions
-        if batch_rows is not None:
-            batch_rows = batch_rows.to(self.device)
-            drafts, positions = drafts[batch_rows], positions[batch_rows]
-        expanded = idx_mapping.repeat_interleave(cu_num_logits.diff())
-        return self.models.rejection_sampler(
-            VerifyInputs(
-                target_logits=logits,
-                draft_tokens=drafts,
-                idx_mapping=idx_mapping.to(self.device),
-                expanded_idx_mapping=expanded.to(self.device),
-                cu_num_logits=cu_num_logits.to(self.device),
-                positions=positions,
-                temperature=self.state.temperature,
-                seeds=self.state.seeds,
-                top_k=self.state.top_k,
-                top_p=self.state.top_p,
-                min_p=self.state.min_p,
-                has_cutoffs=self.state.has_cutoffs(idx_mapping.tolist()),
-                draft_logits=self.draft_logits,
-            )
+        output = self._verifier(logits, owned, layout)
+        return sharder.gather_outputs(
+            output.sampled,
+            output.num_sampled,
+            output.num_nans,
+            plan,
+            self._proposal_hash,
+            extra=_extra(output),
         )
 
-    def _replicated(self, output: VerifyOutput) -> GatheredOutputs:
+    def _replicated(self, output: Verified) -> GatheredOutputs:
         """Every rank has verified everything; what they trade is whether they agree."""
         return GatheredOutputs(
             sampled=output.sampled,
-            num_sampled=output.num_sampled.to(torch.int64),
-            num_nans=output.num_nans.to(torch.int64),
+            num_sampled=output.num_sampled,
+            num_nans=output.num_nans,
+            extra=_extra(output),
             proposal_hashes=self.models.tp.all_gather(
                 self._proposal_hash ^ self._fingerprint(output.sampled)
             ),
@@ -142,6 +170,7 @@ class ModelRunner:
         decides = num_sampled > 0
         wants = decides & (batch.num_draft_tokens > 0)
         newest = (num_sampled - 1).clamp(min=0).unsqueeze(1)
+        history = self._history
         inputs = ProposeInputs(
             input_ids=batch.input_ids,
             positions=batch.kv_rows.positions,
@@ -157,7 +186,7 @@ class ModelRunner:
             seeds=self.state.seeds,
             hidden_states=_wanted(states, self.drafting.needs.hidden_states),
             aux_hidden_states=torch.cat(list(states.aux.values()), 1) if states.aux else None,
-            token_history=batch.history,
+            token_history=history.update(batch, verified.sampled, num_sampled) if history else None,
         )
         self.drafting.sampler.begin(
             inputs.idx_mapping, inputs.sample_idx_mapping, inputs.temperature, inputs.seeds
@@ -167,6 +196,37 @@ class ModelRunner:
         steps = torch.arange(drafts.shape[1], device=self.device)
         return drafts.masked_fill(steps >= batch.num_draft_tokens.unsqueeze(1), -1)
 
+    def _on_host(
+        self,
+        slots: Sequence[int],
+        verified: GatheredOutputs,
+        drafts: Tensor | None,
+        layout: LogprobsFormat | None,
+    ) -> StepOutput:
+        sampled, counts = verified.sampled.tolist(), verified.num_sampled.tolist()
+        num_usable = verified.extra[:, 0].tolist()
+        emitted = [row[:count] for row, count in zip(sampled, num_usable, strict=True)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in slots]
+        if layout is not None and self.models.tp.rank == 0:
+            packed = verified.extra[:, 1:].reshape(len(slots), -1, layout.width).cpu()
+            for row, slot in enumerate(slots):
+                if (query := self.state.logprob_queries.get(slot)) is not None:
+                    logprobs[row] = layout.unpack(packed[row], emitted[row], query)
+        return StepOutput(
+            emitted=emitted,
+            drafts=[[] for _ in slots]
+            if drafts is None
+            else [_leading(r) for r in drafts.tolist()],
+            num_nans=verified.num_nans.tolist(),
+            has_failed=[usable < count for usable, count in zip(num_usable, counts, strict=True)],
+            logprobs=logprobs,
+        )
+
+
+def _extra(output: Verified) -> Tensor:
+    """What travels beside the tokens."""
+    return torch.cat([output.num_usable.unsqueeze(1), output.logprobs], 1)
+
 
 def _wanted(states: DecoderOutput, kind: HiddenStates) -> Tensor | None:
     return {
@@ -174,13 +234,6 @@ def _wanted(states: DecoderOutput, kind: HiddenStates) -> Tensor | None:
         HiddenStates.POST_NORM: states.hidden,
         HiddenStates.PRE_NORM: states.pre_norm,
     }[kind]
-
-
-def _on_host(verified: GatheredOutputs, drafts: Tensor | None) -> StepOutput:
-    counts = verified.num_sampled.tolist()
-    emitted = [row[:count] for row, count in zip(verified.sampled.tolist(), counts, strict=True)]
-    proposals = [[] for _ in counts] if drafts is None else [_leading(r) for r in drafts.tolist()]
-    return StepOutput(emitted=emitted, drafts=proposals, num_nans=verified.num_nans.tolist())
 
 
 def _leading(drafts: list[int]) -> list[int]:

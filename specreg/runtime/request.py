@@ -1,18 +1,23 @@
-"""A request while it lives, and what is left of it."""
+"""A request while it lives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specreg.grammar import allowed_bitmasks
+from specreg.logprobs import TokenLogprobs
+from specreg.runtime.outputs import RequestDelta
+from specreg.runtime.step import encode_masks
+from specreg.runtime.text_decoder import TextDecoder
 from specreg.sampling_params import SamplingParams
 
-__all__ = ["Request", "RequestOutput"]
+__all__ = ["FREE_SLOT", "Request"]
 
 FREE_SLOT = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt and what has become of it. Lives on rank 0 only.
 
@@ -23,10 +28,13 @@ class Request:
         max_len: length at which the request ends with `finish_reason: "length"`.
         params: sampling parameters, with the temperature settled.
         seed: of every draw.
+        eos_token_ids: tokens that end it.
+        decoder: of its output; None without a tokenizer.
         slot: request state index while it runs; -1 while it waits.
         num_computed: leading tokens whose KV is in the pool.
         drafts: tokens to verify in the next step.
-        finish_reason: `"stop"` or `"length"` once it has ended.
+        logprobs: one an emitted token when the request asks for them.
+        finish_reason: see `RequestOutput`; None until it has ended.
         text_end: characters of the output before the stop string that ended it.
     """
 
@@ -37,12 +45,15 @@ class Request:
     params: SamplingParams
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
-    decode: Callable[[Sequence[int]], str] | None = None
+    decoder: TextDecoder | None = None
     slot: int = FREE_SLOT
     num_computed: int = 0
     drafts: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     text_end: int | None = None
+    _num_delivered_tokens: int = 0
+    _num_delivered_characters: int = 0
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -53,51 +64,99 @@ class Request:
         """Tokens that are known and not yet computed."""
         return len(self.token_ids) - self.num_computed
 
-    def accept(self, tokens: Sequence[int]) -> int:
-        """Append emitted tokens until one ends the request; returns how many were kept."""
-        for count, token in enumerate(tokens, start=1):
+    @property
+    def text(self) -> str:
+        """Output that no later token can take back; all of it once the request has ended."""
+        text = self.decoder.text if self.decoder is not None else ""
+        if self.finish_reason is not None:
+            return text[: self.text_end]
+        return text[: len(text) - _length_of_begun_stop(text, self.params.stop)]
+
+    def accept(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        *,
+        has_failed: bool = False,
+    ) -> None:
+        """Append emitted tokens until one ends the request.
+
+        Args:
+            tokens: in order.
+            logprobs: one a token, or none.
+            has_failed: nothing could be emitted behind `tokens`: the request ends there.
+        """
+        for count, token in enumerate(tokens):
             self.token_ids.append(token)
+            self.logprobs += logprobs[count : count + 1]
             if self._ends_at(token):
-                return count
-        return len(tokens)
+                break
+        if has_failed and self.finish_reason is None:
+            self.finish_reason = "error"
+        if self.finish_reason is not None:
+            self.finish(self.finish_reason)
+
+    def finish(self, reason: str) -> None:
+        """End the request. What it was given is kept."""
+        self.finish_reason = reason
+        if self.decoder is not None:
+            self.decoder.finish()
 
     def reset(self) -> None:
         """Back to waiting: what was computed is lost, what was emitted is not."""
         self.slot, self.num_computed, self.drafts = FREE_SLOT, 0, []
 
+    def bitmasks(self, drafts: Sequence[int]) -> str:
+        """Allowed tokens of the rows that verify `drafts`; empty without a grammar."""
+        if self.params.grammar is None:
+            return ""
+        return encode_masks(allowed_bitmasks(self.params.grammar, self.output_token_ids, drafts))
+
+    def take_delta(self) -> RequestDelta:
+        """What has come since this was last called."""
+        output, text, start = self.output_token_ids, self.text, self._num_delivered_tokens
+        delta = RequestDelta(
+            index=self.index,
+            text=text[self._num_delivered_characters :],
+            token_ids=output[start:],
+            logprobs=self.logprobs[start:] if self.params.wants_logprobs else None,
+            finish_reason=self.finish_reason,
+        )
+        self._num_delivered_tokens, self._num_delivered_characters = len(output), len(text)
+        return delta
+
     def _ends_at(self, token: int) -> bool:
         params = self.params
         is_eos = token in self.eos_token_ids and not params.ignore_eos
-        if is_eos or token in params.stop_token_ids or self._holds_a_stop_string():
+        if self._finds_a_stop_string(token) or is_eos or token in params.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_len:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def _holds_a_stop_string(self) -> bool:
-        if not self.params.stop or self.decode is None:
+    def _finds_a_stop_string(self, token: int) -> bool:
+        """Decode the token; whether the output now holds a stop string."""
+        if self.decoder is None:
             return False
-        text = self.decode(self.output_token_ids)
-        found = [at for at in map(text.find, self.params.stop) if at >= 0]
+        num_before = len(self.decoder.text)
+        self.decoder.append(token)
+        text = self.decoder.text
+        found = [
+            at
+            for stop in self.params.stop
+            if (at := text.find(stop, max(0, num_before - len(stop) + 1))) >= 0
+        ]
         if found:
             self.text_end = min(found)
         return bool(found)
 
 
-@dataclass(frozen=True)
-class RequestOutput:
-    """What a request has produced.
-
-    Attributes:
-        prompt: the text given; None when token ids were given.
-        prompt_token_ids: what the target read.
-        text: the decoded output, cut before a stop string; empty without a tokenizer.
-        token_ids: the emitted tokens, the one that ended the request included.
-        finish_reason: `"stop"` (end-of-sequence, stop token or stop string) or `"length"`.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
+def _length_of_begun_stop(text: str, stops: Sequence[str]) -> int:
+    """Trailing characters of `text` that may turn out to begin a stop string."""
+    lengths = (
+        length
+        for stop in stops
+        for length in range(min(len(stop) - 1, len(text)), 0, -1)
+        if text.endswith(stop[:length])
+    )
+    return max(lengths, default=0)

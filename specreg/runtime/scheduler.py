@@ -23,7 +23,6 @@ class Scheduler:
         num_speculative_tokens: K; 0 without a speculator.
         prefill_lookahead: prompt tokens behind a chunk that the speculator reads. A chunk leaves no
             remainder or one of at least this length.
-        needs_history: the speculator reads all tokens so far.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class Scheduler:
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
         prefill_lookahead: int = 0,
-        needs_history: bool = False,
     ) -> None:
         self.slots = slots
         self.blocks = blocks
@@ -43,7 +41,6 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_speculative_tokens = num_speculative_tokens
         self.prefill_lookahead = prefill_lookahead
-        self.needs_history = needs_history
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -80,7 +77,7 @@ class Scheduler:
             if request.slot == FREE_SLOT:
                 break
             budget -= len(row.token_ids)
-            self._batch.append((request, row))
+            self._add_row(request, row)
         while self.waiting and not was_preempted and (slot := self.slots.take()) is not None:
             request = self.waiting[0]
             request.slot = slot
@@ -94,7 +91,7 @@ class Scheduler:
             self.running.append(request)
             admitted.append(_admission(request))
             budget -= len(row.token_ids)
-            self._batch.append((request, row))
+            self._add_row(request, row)
         plan = StepPlan(
             step=self._step,
             released=self._released,
@@ -107,20 +104,40 @@ class Scheduler:
         return plan
 
     def update(self, output: StepOutput) -> list[Request]:
-        """Apply what the last planned step produced; returns the requests that it ended."""
-        ended = []
-        for (request, row), emitted, drafts in zip(
-            self._batch, output.emitted, output.drafts, strict=True
+        """Apply what the last planned step produced; returns the requests that it took further."""
+        went_on = []
+        for (request, row), emitted, drafts, has_failed, logprobs in zip(
+            self._batch,
+            output.emitted,
+            output.drafts,
+            output.has_failed,
+            output.logprobs,
+            strict=True,
         ):
             num_rejected = row.num_logits - len(emitted)
             request.num_computed += len(row.token_ids) - num_rejected
-            request.accept(emitted)
+            request.accept(emitted, logprobs, has_failed=has_failed)
             request.drafts = drafts[: max(0, request.max_len - len(request.token_ids) - 1)]
+            if row.num_logits:
+                went_on.append(request)
             if request.finish_reason is not None:
-                ended.append(request)
                 self.running.remove(request)
                 self._release(request)
-        return ended
+        return went_on
+
+    def cancel(self, request: Request) -> None:
+        """Drop a live request between two steps: its slot and blocks are free for the next one."""
+        request.finish("cancelled")
+        if request.slot == FREE_SLOT:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self._release(request)
+
+    def _add_row(self, request: Request, row: ScheduledRow) -> None:
+        if row.num_logits:
+            row.bitmasks = request.bitmasks(row.token_ids[len(row.token_ids) - row.num_drafts :])
+        self._batch.append((request, row))
 
     def _row_of(self, request: Request, budget: int) -> ScheduledRow | None:
         """The request's share of this step; None when the budget leaves it nothing to do."""
@@ -148,8 +165,6 @@ class Scheduler:
             row.num_draft_tokens = max(0, min(self.num_speculative_tokens, room))
         lookahead = request.token_ids[end : end + self.prefill_lookahead]
         row.next_prefill_tokens = lookahead + [-1] * (self.prefill_lookahead - len(lookahead))
-        if self.needs_history:
-            row.history = list(request.token_ids[:end])
         return row
 
     def _reserve(self, request: Request, row: ScheduledRow) -> bool:
@@ -176,11 +191,26 @@ class Scheduler:
 
 def _admission(request: Request) -> Admission:
     params = request.params
-    return Admission(
+    admission = Admission(
         slot=request.slot,
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
         seed=request.seed,
+        logit_bias=[[token, bias] for token, bias in params.logit_bias.items()],
     )
+    if params.allowed_token_ids is not None:
+        admission.allowed_token_ids = list(params.allowed_token_ids)
+    if params.has_penalties:
+        admission.penalties = [
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        ]
+        admission.prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
+        admission.output_token_ids = request.output_token_ids
+    if params.wants_logprobs:
+        admission.num_top_logprobs = params.logprobs or 0
+        admission.logprob_token_ids = list(params.logprob_token_ids)
+    return admission

@@ -11,7 +11,7 @@ __all__ = ["RunStats"]
 
 @dataclass
 class RunStats:
-    """Counters of one `generate` call.
+    """Counters of one `generate` or `stream` call.
 
     Attributes:
         num_drafts: verification steps of a request that had at least one draft.
@@ -20,8 +20,10 @@ class RunStats:
         num_accepted_by_position: accepted drafts by their index in the proposal.
         num_emitted_tokens: tokens that requests have kept.
         num_preemptions: requests that lost their slot and were recomputed.
-        num_nans: NaN entries seen in target logits.
-        seconds: wall time.
+        num_nans: logits rows of the target with a NaN, or with nothing above -inf; each counted
+            once, by whoever verifies it.
+        num_draft_nans: the same for the rows that drafts were sampled from.
+        seconds: wall time of the steps.
         draft_logits_bytes_per_rank: the cache's logits, bytes.
         num_kv_blocks: blocks in a rank's KV pool.
         num_steps: steps of the engine.
@@ -35,6 +37,7 @@ class RunStats:
     num_emitted_tokens: int = 0
     num_preemptions: int = 0
     num_nans: int = 0
+    num_draft_nans: int = 0
     seconds: float = 0.0
     draft_logits_bytes_per_rank: int = 0
     num_kv_blocks: int = 0
@@ -47,7 +50,7 @@ class RunStats:
         for row, emitted in zip(plan.rows, output.emitted, strict=True):
             if row.num_drafts == 0:
                 continue
-            num_accepted = len(emitted) - 1
+            num_accepted = max(0, len(emitted) - 1)  # A request that fails may emit nothing.
             self.num_drafts += 1
             self.num_draft_tokens += row.num_drafts
             self.num_accepted_tokens += num_accepted

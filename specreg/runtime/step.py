@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Admission", "ScheduledRow", "StepOutput", "StepPlan"]
+if TYPE_CHECKING:
+    from specreg.logprobs import TokenLogprobs
+
+__all__ = ["Admission", "ScheduledRow", "StepOutput", "StepPlan", "decode_masks", "encode_masks"]
+
+WORD_BYTES = 4
 
 
 @dataclass
 class Admission:
-    """A request takes a slot: the sampling state that every rank keeps for it."""
+    """A request takes a slot: the sampling state that its owner keeps for it.
+
+    Attributes:
+        slot: request state index.
+        temperature, top_k, top_p, min_p, seed: see `SamplingParams`.
+        logit_bias: pairs of token id and bias.
+        allowed_token_ids: None allows all.
+        penalties: repetition, presence and frequency; None when all are neutral.
+        prompt_token_ids, output_token_ids: what penalties look back at; empty without any.
+        num_top_logprobs: None when no log probabilities are asked for.
+        logprob_token_ids: tokens to report at every position.
+    """
 
     slot: int
     temperature: float
@@ -19,6 +37,13 @@ class Admission:
     top_p: float
     min_p: float
     seed: int
+    logit_bias: list[list[Any]] = field(default_factory=list)
+    allowed_token_ids: list[int] | None = None
+    penalties: list[float] | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+    num_top_logprobs: int | None = None
+    logprob_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -32,7 +57,7 @@ class ScheduledRow:
         num_logits: logits rows wanted: 0 in mid-prefill, else 1 + the drafts to verify.
         num_draft_tokens: drafts wanted from the proposal after this step.
         next_prefill_tokens: prompt tokens behind the chunk, as many as the speculator looks ahead.
-        history: all tokens so far, for a speculator that asks for them; else empty.
+        bitmasks: allowed tokens of the logits rows, from `encode_masks`; empty without a grammar.
     """
 
     slot: int
@@ -41,7 +66,7 @@ class ScheduledRow:
     num_logits: int
     num_draft_tokens: int
     next_prefill_tokens: list[int] = field(default_factory=list)
-    history: list[int] = field(default_factory=list)
+    bitmasks: str = ""
 
     @property
     def num_drafts(self) -> int:
@@ -86,14 +111,30 @@ class StepPlan:
 
 @dataclass
 class StepOutput:
-    """What a step produced, on the host, one list a scheduled row.
+    """What a step produced, on the host, one entry a scheduled row.
 
     Attributes:
         emitted: tokens that verification emitted; empty in mid-prefill.
         drafts: the new proposal, up to its first missing draft.
-        num_nans: NaN entries seen in the row's target logits.
+        num_nans: target logits rows of the request with a NaN, or with nothing above -inf.
+        has_failed: the token behind `emitted` came from a row with nothing above -inf.
+        logprobs: one an emitted token for a request that asks, on rank 0; else empty.
     """
 
-    emitted: list[list[int]]
-    drafts: list[list[int]]
-    num_nans: list[int]
+    emitted: list[list[int]] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    num_nans: list[int] = field(default_factory=list)
+    has_failed: list[bool] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+
+
+def encode_masks(masks: Sequence[bytes]) -> str:
+    """Masks as text that a plan can carry, all padded to the widest, in whole 32-bit words."""
+    num_words = max(1, *(-(-len(mask) // WORD_BYTES) for mask in masks))
+    padded = (mask.ljust(WORD_BYTES * num_words, b"\0") for mask in masks)
+    return base64.b64encode(b"".join(padded)).decode()
+
+
+def decode_masks(text: str) -> bytearray:
+    """The inverse of `encode_masks`: one mask behind the other."""
+    return bytearray(base64.b64decode(text))

@@ -31,8 +31,13 @@ class Tokenizer:
         return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Text of `token_ids`, special tokens left out, spaces left as the tokens have them."""
+        # Tidying up spaces would change text that a stream has already shown.
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     @property
     def eos_token_id(self) -> int | None:

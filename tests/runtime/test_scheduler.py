@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specreg.logprobs import TokenLogprobs
 from specreg.runtime.blocks import BlockAllocator
 from specreg.runtime.request import Request
 from specreg.runtime.scheduler import Scheduler
@@ -51,7 +52,8 @@ def decide(plan: StepPlan, num_accepted: int = 0, drafts: Iterable[int] = ()) ->
     proposals = [
         list(drafts)[: row.num_draft_tokens] if row.num_logits else [] for row in plan.rows
     ]
-    return StepOutput(emitted=emitted, drafts=proposals, num_nans=[0] * len(plan.rows))
+    nothing: list[list[TokenLogprobs]] = [[] for _ in plan.rows]
+    return StepOutput(emitted, proposals, [0] * len(nothing), [False] * len(nothing), nothing)
 
 
 def test_a_long_prompt_is_read_in_chunks_and_sampled_only_at_its_end() -> None:
