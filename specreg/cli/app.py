@@ -10,6 +10,7 @@ import typer
 
 from specreg.cli.generate import generate
 from specreg.cli.list import list_speculators
+from specreg.cli.new import new
 from specreg.cli.plan import plan
 from specreg.errors import SpecregError
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("list")(list_speculators)
+app.command("new")(new)
 app.command("plan")(plan)
 
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from broken_plugins import EXAMPLES, install_project, projects
+from editable_projects import EXAMPLES, install_project, projects
 
 # For each order: forget what was imported, load, and tell what is there and what asking gives.
 PROBE = """

@@ -1,4 +1,4 @@
-"""The distributions of examples/broken-plugins, and the example, installed as metadata."""
+"""Projects of examples/, installed as their metadata alone, as pip does in editable mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 __all__ = ["EXAMPLES", "install_project", "projects"]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def projects() -> Mapping[str, Path]:
