@@ -1,0 +1,306 @@
+"""A speculator under observation: every proposal is checked as it is made, and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from specreg.capabilities import Capabilities, FusedSampling
+from specreg.draft_logits import CELL_EMPTY, DraftLogitsCache
+from specreg.draft_sampler import DraftSampler
+from specreg.plan import DraftLogitsPlan
+from specreg.runtime.kv_pool import KVPool
+from specreg.speculator import (
+    DraftOutput,
+    KVView,
+    ProposeInputs,
+    Speculator,
+    SpeculatorContext,
+    TargetView,
+)
+from specreg.specs import SpeculatorSpec
+from specreg.testing.batches import permuted, with_padding
+from specreg.testing.guarded_cache import GuardedCache
+from specreg.testing.host_sync import HostSyncDetector
+from specreg.testing.recording import Cells, Key, Proposal, RankLog
+from specreg.testing.sampler_probe import SamplerProbe
+
+__all__ = ["ObservedSpec", "ObservedSpeculator", "Twist", "observed_spec"]
+
+
+class Twist(str, Enum):
+    """What the host does to batches on their way in and to drafts on their way out.
+
+    Attributes:
+        NONE: nothing.
+        PADDED: padding rows come before, between and behind the rows, as far as slots allow.
+        REVERSED: the last row comes first.
+        DROPPED: drafts are cut off behind the first 0 to K of them.
+        WATCHED: nothing, but what `draft` does is watched: see `HostSyncDetector`.
+    """
+
+    NONE = "none"
+    PADDED = "padded"
+    REVERSED = "reversed"
+    DROPPED = "dropped"
+    WATCHED = "watched"
+
+
+class ObservedSpeculator:
+    """A `Speculator` that passes everything on to another one, and watches.
+
+    Args:
+        inner: the speculator.
+        capabilities: what it declares.
+        log: gives the record to write to.
+        max_num_seqs: batch rows that a batch may have.
+
+    Attributes:
+        twist: see `Twist`; may change between calls.
+        kv_pool, num_target_layers: where its KV lies; set by the host once there is a pool.
+    """
+
+    def __init__(
+        self,
+        inner: Speculator,
+        capabilities: Capabilities,
+        log: Callable[[], RankLog],
+        max_num_seqs: int,
+    ) -> None:
+        self.inner = inner
+        self.capabilities = capabilities
+        self.kv_pool: KVPool | None = None
+        self.num_target_layers = 0
+        self._log = log
+        self.twist = Twist.NONE
+        self._max_num_seqs = max_num_seqs
+        self._guard: GuardedCache | None = None
+        self._probe: SamplerProbe | None = None
+        self._detector = HostSyncDetector()
+        self._num_proposals = 0
+
+    @property
+    def spec(self) -> SpeculatorSpec:
+        return self.inner.spec
+
+    @property
+    def draft_logits(self) -> DraftLogitsCache | None:
+        return self.inner.draft_logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def load_model(self, target: TargetView) -> None:
+        self.inner.load_model(target)
+
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes()
+
+    def supports_batch_sharded_draft_logits(self) -> bool:
+        return self.inner.supports_batch_sharded_draft_logits()
+
+    def allocate_draft_logits(
+        self, plan: DraftLogitsPlan, device: torch.device
+    ) -> DraftLogitsCache | None:
+        cache = self.inner.allocate_draft_logits(plan, device)
+        if self.inner.draft_logits is not cache:
+            line = "draft_logits is not the cache that allocate_draft_logits returned"
+            self._log().violate("output", [line])
+        if cache is not None:
+            rank = f"rank {cache.shard.shard_idx} of {cache.shard.num_shards}"
+            self._guard = GuardedCache(cache, rank)
+        return cache
+
+    def bind(self, sampler: DraftSampler, kv: KVView) -> None:
+        steps = sampler.num_speculative_tokens
+        self._probe = SamplerProbe(sampler, steps, self._detector.paused)
+        self.inner.bind(sampler, cast(KVView, _QuietKV(kv, self._detector)))
+        draft = getattr(self.inner, "draft", None)
+        if draft is not None:
+            vars(self.inner)["draft"] = self._detector.watching(draft)
+
+    def release(self, req_state_idx: int) -> None:
+        self.inner.release(req_state_idx)
+
+    def propose(self, inputs: ProposeInputs) -> DraftOutput:
+        probe, guard, log = self._probe, self._guard, self._log()
+        assert probe is not None
+        given, own = self._twisted(inputs)
+        if given is not inputs:
+            probe.sampler.begin(
+                given.idx_mapping, given.sample_idx_mapping, given.temperature, given.seeds
+            )
+        probe.begin(given.num_reqs)
+        if guard is not None:
+            guard.begin()
+        kv_before = self._kv_blocks()
+        self._detector.is_on = self.twist is Twist.WATCHED
+        output = self.inner.propose(given)
+        shape = (given.num_reqs, probe.num_steps)
+        if wrong := _shape_errors(output, shape, probe.sampler.vocab_size):
+            log.violate("output", wrong)
+            return DraftOutput(torch.full((inputs.num_reqs, probe.num_steps), -1))
+        tokens = output.tokens
+        log.violate("sync", self._detector.take())
+        log.violate("kv", self._kv_errors(kv_before, given))
+        if guard is not None:
+            log.violate("bytes", guard.violations(given.sample_idx_mapping.tolist()))
+            log.violate("door", self._door_errors(given, tokens))
+            log.violate("store", self._store_errors(given, guard.cache))
+        self._record(inputs, tokens[own], probe.logits[own] if probe.num_calls else None)
+        self._num_proposals += 1
+        confidence = None if output.confidence is None else output.confidence[own]
+        return DraftOutput(self._dropped(tokens[own]), confidence)
+
+    def _twisted(self, inputs: ProposeInputs) -> tuple[ProposeInputs, list[int]]:
+        """The batch that the speculator is given, and where the host's rows are in it."""
+        num_reqs = inputs.num_reqs
+        own = list(range(num_reqs))
+        room = self._max_num_seqs - num_reqs
+        if self.twist is Twist.PADDED and room > 0:
+            return with_padding(inputs, [0, num_reqs, num_reqs // 2][:room])
+        if self.twist is Twist.REVERSED:
+            return permuted(inputs, own[::-1]), own[::-1]
+        return inputs, own
+
+    def _dropped(self, tokens: Tensor) -> Tensor:
+        if self.twist is not Twist.DROPPED:
+            return tokens
+        keep = torch.arange(len(tokens)) + self._num_proposals
+        steps = torch.arange(tokens.shape[1])
+        return tokens.masked_fill(steps >= (keep % (tokens.shape[1] + 1)).unsqueeze(1), -1)
+
+    def _door_errors(self, inputs: ProposeInputs, tokens: Tensor) -> list[str]:
+        """Drafts that the sampler did not draw, although they are verified with what it stored."""
+        assert self._probe is not None
+        if self.capabilities.fused_sampling is not FusedSampling.NONE:
+            return []
+        samples = (inputs.sample_idx_mapping >= 0).unsqueeze(1)
+        differs = samples & (tokens >= 0) & (tokens != self._probe.ids)
+        lines = []
+        for row, step in differs.nonzero().tolist()[:1]:
+            drawn = int(self._probe.ids[row, step])
+            said = "drew nothing there" if drawn < 0 else f"drew {drawn}"
+            lines.append(
+                f"draft {step} of slot {int(inputs.idx_mapping[row])} is {int(tokens[row, step])}, "
+                f"but DraftSampler.sample {said}; fused sampling is not declared"
+            )
+        return lines
+
+    def _store_errors(self, inputs: ProposeInputs, cache: DraftLogitsCache) -> list[str]:
+        """Cells that are stored without a draw, or drawn and not stored."""
+        assert self._probe is not None
+        is_fused = self.capabilities.fused_sampling is not FusedSampling.NONE
+        lines = []
+        for row, slot in enumerate(inputs.sample_idx_mapping.tolist()):
+            if not cache.shard.owns(slot):
+                continue
+            stored = cache.state[cache.shard.row(slot)] != CELL_EMPTY
+            drawn = self._probe.ids[row] >= 0
+            if not is_fused and not torch.equal(stored, drawn):
+                lines.append(
+                    f"slot {slot}: cells {stored.nonzero().flatten().tolist()} are stored, but "
+                    f"drafts {drawn.nonzero().flatten().tolist()} were drawn by the sampler"
+                )
+        return lines[:1]
+
+    def _kv_blocks(self) -> list[Tensor]:
+        pool = self.kv_pool
+        return [] if pool is None else [t.clone() for t in (*pool.keys, *pool.values)]
+
+    def _kv_errors(self, before: list[Tensor], inputs: ProposeInputs) -> list[str]:
+        """KV blocks of other requests, or of the target, that the proposal changed."""
+        pool = self.kv_pool
+        if pool is None:
+            return []
+        slots = inputs.idx_mapping[inputs.idx_mapping >= 0]
+        own = {0, *pool.block_table[slots].flatten().tolist()}
+        num_layers = len(pool.keys)
+        for index, (old, new) in enumerate(zip(before, (*pool.keys, *pool.values), strict=True)):
+            layer = index % num_layers
+            changed = (old != new).flatten(1).any(1).nonzero().flatten().tolist()
+            if changed and layer < self.num_target_layers:
+                return [f"propose changed KV of target layer {layer}"]
+            foreign = sorted(set(changed) - own)
+            if foreign:
+                layer -= self.num_target_layers
+                return [f"propose changed KV block {foreign[0]} of draft layer {layer}: no request "
+                        "of the batch has it"]
+        return []
+
+    def _record(self, inputs: ProposeInputs, tokens: Tensor, logits: Tensor | None) -> None:
+        log, guard = self._log(), self._guard
+        slots = inputs.sample_idx_mapping.tolist()
+        keys: list[Key | None] = []
+        for row, slot in enumerate(slots):
+            end = inputs.query_start_loc[row + 1] - 1 - int(inputs.num_rejected[row])
+            position = int(inputs.positions[end]) + 2
+            newest = int(inputs.last_sampled[row])
+            is_live = slot >= 0
+            keys.append(Key(int(inputs.seeds[slot]), position, newest) if is_live else None)
+            if is_live:
+                log.newest_logits[slot] = None if logits is None else logits[row, 0].clone()
+        cells = {}
+        if guard is not None:
+            cache = guard.cache
+            parts = (cache.logits, cache.temperature, cache.logsumexp, cache.state)
+            for slot in slots:
+                if cache.shard.owns(slot):
+                    row = cache.shard.row(slot)
+                    cells[slot] = Cells(*(part[row].clone() for part in parts))
+        log.proposals.append(Proposal(keys, slots, tokens.clone(), logits, cells))
+
+
+def _shape_errors(output: object, shape: tuple[int, int], vocab_size: int) -> list[str]:
+    tokens = getattr(output, "tokens", None)
+    if not isinstance(tokens, Tensor):
+        return [f"propose returned {type(output).__name__}; allowed: DraftOutput(tokens=...)"]
+    if tokens.dtype != torch.int64 or tuple(tokens.shape) != shape:
+        got = f"{tokens.dtype} {list(tokens.shape)}"
+        return [f"propose returned tokens of {got}; allowed: torch.int64 {list(shape)}"]
+    if bool(((tokens < -1) | (tokens >= vocab_size)).any()):
+        worst = int(tokens.max()) if int(tokens.max()) >= vocab_size else int(tokens.min())
+        return [f"propose returned token {worst}; allowed: -1 .. {vocab_size - 1}"]
+    return []
+
+
+class _QuietKV:
+    """A `KVView` whose own work does not count as the speculator's."""
+
+    def __init__(self, kv: KVView, detector: HostSyncDetector) -> None:
+        self._kv, self._detector = kv, detector
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._kv, name)
+        if not callable(found):
+            return found
+        return lambda *args, **kwargs: self._detector.paused(lambda: found(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class ObservedSpec(SpeculatorSpec):
+    """A spec whose factory gives a speculator under observation.
+
+    Attributes:
+        observe: takes the speculator and what it was made with.
+    """
+
+    observe: Callable[[Speculator, SpeculatorContext], ObservedSpeculator] | None = None
+
+    def load_factory(self) -> Callable[..., Any]:
+        factory, observe = super().load_factory(), self.observe
+        assert observe is not None
+        return lambda context: observe(factory(context), context)
+
+
+def observed_spec(
+    spec: SpeculatorSpec, observe: Callable[[Speculator, SpeculatorContext], ObservedSpeculator]
+) -> ObservedSpec:
+    """`spec` with its speculators under observation."""
+    facts = {item.name: getattr(spec, item.name) for item in fields(SpeculatorSpec)}
+    return ObservedSpec(**facts, observe=observe)
