@@ -47,6 +47,16 @@ class Engine:
         """Processes of ranks 1 and up, in order."""
         return self._group.process_ids
 
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could join those that run, as far as slots go."""
+        return len(self._core.scheduler.slots)
+
+    @property
+    def num_free_kv_blocks(self) -> int:
+        """KV blocks that no request holds."""
+        return self._core.scheduler.blocks.num_free
+
     @classmethod
     def from_config(
         cls, config: EngineConfig, *, progress: Callable[[str], None] | None = None
