@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,15 +11,20 @@ from torch import Tensor
 from specreg.batch_sharding import GatheredOutputs, check_agreement
 from specreg.capabilities import HiddenStates
 from specreg.fingerprint import Fingerprint
+from specreg.kernels.common.upload import upload
 from specreg.logprobs import LogprobsFormat, TokenLogprobs
 from specreg.nn.hf_decoder import DecoderOutput
 from specreg.ownership import Shard
 from specreg.runtime.batch import Batch
+from specreg.runtime.cuda_graphs import GraphSizes
 from specreg.runtime.loading import LoadedModels
+from specreg.runtime.padded_verifier import PaddedVerifier
+from specreg.runtime.proposer import Proposer
 from specreg.runtime.slot_processors import SlotProcessors
 from specreg.runtime.slot_state import SlotState
-from specreg.runtime.step import StepOutput, StepPlan
+from specreg.runtime.step import ScheduledRow, StepOutput, StepPlan
 from specreg.runtime.token_history import TokenHistory
+from specreg.runtime.transfer import to_host
 from specreg.runtime.verifier import OwnedBatch, Verified, Verifier
 from specreg.speculator import ProposeInputs
 
@@ -31,8 +37,14 @@ class ModelRunner:
     Args:
         models: what was loaded and allocated for this rank.
 
+    Attributes:
+        graph_sizes: what batches are padded to.
+        padded_verifier: verifies plain batches of these sizes; None where nothing is padded.
+        proposer: asks the speculator; None without one.
+
     Raises:
         InternalError: a sharded cache with a rejection sampler that does not accept one.
+        PluginError: what claims to be safe for CUDA graphs cannot be captured.
     """
 
     def __init__(self, models: LoadedModels) -> None:
@@ -55,6 +67,48 @@ class ModelRunner:
         num_tokens = max_num_seqs * (models.num_speculative_tokens + 1)
         self._fingerprint = Fingerprint(num_tokens, self.device)
         self._proposal_hash = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.graph_sizes = GraphSizes.of(models.config, self.device)
+        self._padding_row = ScheduledRow(
+            slot=-1,
+            start=0,
+            token_ids=[0],
+            num_logits=0,
+            num_draft_tokens=0,
+            next_prefill_tokens=[-1] * models.needs.prefill_lookahead,
+        )
+        self.padded_verifier, self.proposer = self._make_padded()
+        self._warm_up()
+
+    def _make_padded(self) -> tuple[PaddedVerifier | None, Proposer | None]:
+        """What works on padded batches; its graphs share their memory."""
+        models, sizes = self.models, self.graph_sizes
+        pool = torch.cuda.graph_pool_handle() if sizes.is_captured else None
+        verifier = proposer = None
+        is_safe = getattr(models.rejection_sampler, "is_cuda_graph_safe", False)
+        if sizes.sizes and is_safe and models.sharder is None:
+            verifier = PaddedVerifier(
+                models.target,
+                self._verifier,
+                self.state,
+                self.draft_logits,
+                models.num_speculative_tokens,
+                sizes,
+                pool,
+            )
+        speculative = models.config.speculative
+        if models.drafting is not None and speculative is not None:
+            if speculative.enforce_eager:
+                sizes = replace(sizes, is_captured=False)
+            max_num_seqs = models.config.max_num_seqs
+            proposer = Proposer(models.drafting, max_num_seqs, sizes, pool, self.device)
+        return verifier, proposer
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Record every graph, from the largest down, on rows that are inert."""
+        if self.graph_sizes.is_captured:
+            for size in reversed(self.graph_sizes.sizes):
+                self._run([self._padding_row] * size)
 
     @property
     def num_draft_nans(self) -> int:
@@ -80,18 +134,27 @@ class ModelRunner:
         self._apply(plan)
         if not plan.rows:
             return StepOutput()
-        batch = Batch.pack(plan.rows, self.models.num_speculative_tokens, self.device)
-        states = self._forward(batch)
+        num_reqs = len(plan.rows)
         layout = LogprobsFormat.of(
             self.state.logprob_queries[row.slot]
             for row in plan.rows
             if row.num_logits and row.slot in self.state.logprob_queries
         )
+        padding = [self._padding_row] * (self.graph_sizes.padded(num_reqs) - num_reqs)
+        *outputs, hashes, drafts = to_host(self._run([*plan.rows, *padding], layout))
+        check_agreement(hashes.tolist(), plan.step - 1)
+        outputs = [output[:num_reqs] for output in outputs]
+        return self._unpack([row.slot for row in plan.rows], outputs, drafts[:num_reqs], layout)
+
+    def _run(
+        self, rows: Sequence[ScheduledRow], layout: LogprobsFormat | None = None
+    ) -> list[Tensor]:
+        """Launch a step: the fields of `GatheredOutputs` and the drafts, all on the device."""
+        batch = Batch.pack(rows, self.models.num_speculative_tokens, self.device)
+        states = self._forward(batch)
         verified = self._verify(batch, states.hidden, layout)
         self.processors.count(batch.slots, verified.sampled)
-        drafts = self._propose(batch, states, verified)
-        check_agreement(verified.proposal_hashes.tolist(), plan.step - 1)
-        return self._on_host(batch.slots, verified, drafts, layout)
+        return [*verified, self._propose(batch, states, verified)]
 
     def _apply(self, plan: StepPlan) -> None:
         """Free, admit and grow slots, in this order: a slot may change hands within one plan."""
@@ -123,15 +186,17 @@ class ModelRunner:
     ) -> GatheredOutputs:
         target, sharder = self.models.target, self.models.sharder
         if sharder is None:
+            if layout is None and self._is_plain(batch) and self.padded_verifier is not None:
+                return self._replicated(self.padded_verifier(batch, hidden))
             logits = target.compute_logits(hidden[batch.logits_indices])
             everything = OwnedBatch(
                 batch.idx_mapping, batch.cu_num_logits, batch.draft_tokens, batch.positions
             )
             return self._replicated(self._verifier(logits, everything, layout))
         plan = sharder.plan(batch.idx_mapping, batch.cu_num_logits)
-        rows = batch.logits_indices[plan.order.to(self.device)]
+        rows = batch.logits_indices[upload(plan.order, self.device)]
         logits = sharder.exchange_logits(target.compute_logits_local(hidden[rows]), plan)
-        reqs = plan.local_reqs.to(self.device)
+        reqs = upload(plan.local_reqs, self.device)
         owned = OwnedBatch(
             plan.local_idx_mapping,
             plan.local_cu_num_logits,
@@ -148,6 +213,13 @@ class ModelRunner:
             extra=_extra(output),
         )
 
+    def _is_plain(self, batch: Batch) -> bool:
+        """Whether the padded verifier serves a batch. Host state only."""
+        return len(batch.slots) in self.graph_sizes.sizes and not (
+            self.state.has_cutoffs(batch.slots)
+            or any(self.processors.works_for(slot) for slot in batch.slots)
+        )
+
     def _replicated(self, output: Verified) -> GatheredOutputs:
         """Every rank has verified everything; what they trade is whether they agree."""
         return GatheredOutputs(
@@ -160,12 +232,10 @@ class ModelRunner:
             ),
         )
 
-    def _propose(
-        self, batch: Batch, states: DecoderOutput, verified: GatheredOutputs
-    ) -> Tensor | None:
+    def _propose(self, batch: Batch, states: DecoderOutput, verified: GatheredOutputs) -> Tensor:
         """Draft for the next step; `[num_reqs, num_speculative_tokens]`, -1 where there is none."""
-        if self.drafting is None:
-            return None
+        if self.drafting is None or self.proposer is None:
+            return batch.draft_tokens[:, :0]
         num_sampled = verified.num_sampled
         decides = num_sampled > 0
         wants = decides & (batch.num_draft_tokens > 0)
@@ -188,37 +258,35 @@ class ModelRunner:
             aux_hidden_states=torch.cat(list(states.aux.values()), 1) if states.aux else None,
             token_history=history.update(batch, verified.sampled, num_sampled) if history else None,
         )
-        self.drafting.sampler.begin(
-            inputs.idx_mapping, inputs.sample_idx_mapping, inputs.temperature, inputs.seeds
-        )
-        drafts = self.drafting.speculator.propose(inputs).tokens
+        drafts = self.proposer(inputs)
         self._proposal_hash = self._fingerprint(drafts)
         steps = torch.arange(drafts.shape[1], device=self.device)
         return drafts.masked_fill(steps >= batch.num_draft_tokens.unsqueeze(1), -1)
 
-    def _on_host(
+    def _unpack(
         self,
         slots: Sequence[int],
-        verified: GatheredOutputs,
-        drafts: Tensor | None,
+        outputs: Sequence[Tensor],
+        drafts: Tensor,
         layout: LogprobsFormat | None,
     ) -> StepOutput:
-        sampled, counts = verified.sampled.tolist(), verified.num_sampled.tolist()
-        num_usable = verified.extra[:, 0].tolist()
-        emitted = [row[:count] for row, count in zip(sampled, num_usable, strict=True)]
+        """What a step has put on the host, as lists."""
+        sampled, counts, num_nans, extra = outputs
+        num_usable = extra[:, 0].tolist()
+        emitted = [row[:count] for row, count in zip(sampled.tolist(), num_usable, strict=True)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in slots]
         if layout is not None and self.models.tp.rank == 0:
-            packed = verified.extra[:, 1:].reshape(len(slots), -1, layout.width).cpu()
+            packed = extra[:, 1:].reshape(len(slots), -1, layout.width)
             for row, slot in enumerate(slots):
                 if (query := self.state.logprob_queries.get(slot)) is not None:
                     logprobs[row] = layout.unpack(packed[row], emitted[row], query)
         return StepOutput(
             emitted=emitted,
-            drafts=[[] for _ in slots]
-            if drafts is None
-            else [_leading(r) for r in drafts.tolist()],
-            num_nans=verified.num_nans.tolist(),
-            has_failed=[usable < count for usable, count in zip(num_usable, counts, strict=True)],
+            drafts=[_leading(row) for row in drafts.tolist()],
+            num_nans=num_nans.tolist(),
+            has_failed=[
+                usable < count for usable, count in zip(num_usable, counts.tolist(), strict=True)
+            ],
             logprobs=logprobs,
         )
 

@@ -61,4 +61,5 @@ class TokenHistory:
 
     def _write(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         places = positions.clamp(max=self._max_model_len)
+        places = torch.where(slots < 0, self._max_model_len, places)  # padding
         self._tokens[slots, places] = tokens.to(torch.int32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specreg.draft_logits import DraftLogitsCache
+from specreg.kernels.common.upload import upload
 from specreg.logprobs import LogprobsFormat
 from specreg.rejection_sampler import VerifyInputs, VerifyOutput, check_receives
 from specreg.runtime.slot_processors import SlotProcessors
@@ -55,7 +56,7 @@ class OwnedBatch:
         requests = torch.arange(len(counts)).repeat_interleave(counts)
         places = requests * (self.draft_tokens.shape[1] + 1) + self.expanded_local_pos
         judged = torch.nn.functional.pad(self.draft_tokens, (0, 1), value=-1).flatten()
-        return judged[places.to(judged.device)]
+        return judged[upload(places, judged.device)]
 
     def without(self, rows: Sequence[int]) -> OwnedBatch:
         """The same batch with some requests turned into padding."""
@@ -65,7 +66,7 @@ class OwnedBatch:
         """Some of the requests, and the index of their logits rows in those of this batch."""
         index = torch.tensor(rows)
         counts, starts = self.cu_num_logits.diff()[index], self.cu_num_logits[index]
-        on_device = index.to(self.positions.device)
+        on_device = upload(index, self.positions.device)
         part = OwnedBatch(
             idx_mapping=self.idx_mapping[index],
             cu_num_logits=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
@@ -142,12 +143,12 @@ class Verifier:
         changed = [row for row, slot in enumerate(slots) if self._processors.works_for(slot)]
         judged = self._judge(logits, batch.without(changed) if changed else batch)
         for part, rows, index in self._chunks(batch, changed):
-            own = logits[:, : self._vocab_size][rows.to(logits.device)].float()
+            own = logits[:, : self._vocab_size][upload(rows, logits.device)].float()
             self._processors.apply(
                 own, part.expanded_idx_mapping, part.expanded_local_pos, part.expanded_draft_tokens
             )
             judged = [
-                whole.index_copy(0, index.to(whole.device), piece)
+                whole.index_copy(0, upload(index, whole.device), piece)
                 for whole, piece in zip(judged, self._judge(own, part), strict=True)
             ]
         sampled, num_sampled, num_nans, num_usable = judged
@@ -184,9 +185,9 @@ class Verifier:
             VerifyInputs(
                 target_logits=logits,
                 draft_tokens=batch.draft_tokens,
-                idx_mapping=batch.idx_mapping.to(device),
-                expanded_idx_mapping=batch.expanded_idx_mapping.to(device),
-                cu_num_logits=batch.cu_num_logits.to(device),
+                idx_mapping=upload(batch.idx_mapping, device),
+                expanded_idx_mapping=upload(batch.expanded_idx_mapping, device),
+                cu_num_logits=upload(batch.cu_num_logits, device),
                 positions=batch.positions,
                 temperature=state.temperature,
                 seeds=state.seeds,

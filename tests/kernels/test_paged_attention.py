@@ -189,5 +189,12 @@ def test_tensors_that_do_not_fit_are_refused_with_what_to_pass() -> None:
         paged_attention(query, *pools, *rows, scale=1.0, sinks=torch.zeros(5))
     with pytest.raises(TensorError, match="hides every key"):
         paged_attention(query, *pools, *rows, scale=1.0, sliding_window=0)
+    with pytest.raises(TensorError, match="not told for every query"):
+        paged_attention(query, *pools, *rows[:2], rows[2][:1], scale=1.0)
+    with pytest.raises(TensorError, match="not where the pools are"):
+        paged_attention(query, *pools, *rows[:2], rows[2].to("meta"), scale=1.0)
+    transposed = paged.key_pool.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(TensorError, match="stride 1 in the last dimension"):
+        paged_attention(query, transposed, *pools[1:], *rows, scale=1.0)
     with pytest.raises(TensorError, match="do not fit the pool"):
         write_kv(*pools, *rows[:2], torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))

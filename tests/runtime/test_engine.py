@@ -285,3 +285,26 @@ def test_sampling_parameters_that_do_not_match_the_prompts_are_refused(run: Run)
 def test_a_pool_too_small_for_one_request_is_refused(run: Run) -> None:
     with pytest.raises(ConfigError, match="cannot hold one request"):
         run(num_kv_blocks=5, block_size=16)
+
+
+@pytest.mark.parametrize("sizes", [[8], [2, 3]])
+def test_padded_batches_emit_what_unpadded_ones_do(
+    run: Run, baseline: list[list[int]], sizes: list[int]
+) -> None:
+    assert tokens(run(drafts="probabilistic", cuda_graph_sizes=sizes)) == baseline
+    params = [sampled(seed, temperature) for seed, temperature in enumerate([0.8, 1, 0, 0.5, 1.3])]
+    padded = run(params, drafts="probabilistic", cuda_graph_sizes=sizes)
+    assert tokens(padded) == tokens(run(params, drafts="probabilistic"))
+
+
+def test_padded_batches_on_several_ranks_emit_what_unpadded_ones_do(
+    run: Run, baseline: list[list[int]]
+) -> None:
+    outputs = run(
+        drafts="probabilistic",
+        cuda_graph_sizes=[4],
+        tensor_parallel_size=2,
+        enable_batch_sharded_sampling=True,
+        max_num_seqs=4,
+    )
+    assert tokens(outputs) == baseline
