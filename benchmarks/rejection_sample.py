@@ -22,8 +22,9 @@ from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
 from specreg.kernels import rejection_sample
 from specreg.kernels.draft_sample.op import draft_sample
-from specreg.kernels.rejection_sample import reference
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.reference import rejection_sample_reference
+from specreg.kernels.rejection_sample.rows import reference as rows_reference
 from specreg.ownership import Shard
 
 CASES = [  # requests that this rank owns, K, vocabulary, target dtype
@@ -116,7 +117,7 @@ def verify(batch: RejectionBatch) -> RejectionOutput:
 
 def check(batch: RejectionBatch) -> RejectionOutput:
     """Refuse to time a kernel that disagrees with its twin in more than draws at an edge."""
-    output, twin = verify(batch), reference.rejection_sample_reference(batch)
+    output, twin = verify(batch), rejection_sample_reference(batch)
     assert torch.equal(output.num_sampled, twin.num_sampled), (
         "accepted drafts differ from the twin's"
     )
@@ -161,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
     options = parser.parse_args()
-    reference.CHUNK_ELEMENTS = 2**26
+    rows_reference.CHUNK_ELEMENTS = 2**26
     bandwidth = copy_bytes_per_us()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")

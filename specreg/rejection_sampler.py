@@ -73,7 +73,7 @@ class RejectionSampler:
 
     accepts_sharded_draft_logits: ClassVar[bool] = True
     is_cuda_graph_safe: ClassVar[bool] = True  # without cut-offs
-    reads_layouts: ClassVar[frozenset[DraftLogitsLayout]] = frozenset({DraftLogitsLayout.DENSE})
+    reads_layouts: ClassVar[frozenset[DraftLogitsLayout]] = frozenset(DraftLogitsLayout)
 
     def __init__(self, method: str = "standard", *, vocab_size: int) -> None:
         if method not in METHODS:

@@ -8,9 +8,9 @@ from kernels.verification_cases import Batch, make_cache
 
 from specreg.kernels import rejection_sample
 from specreg.kernels.draft_sample.op import draft_sample
-from specreg.kernels.rejection_sample import reference
 from specreg.kernels.rejection_sample.batch import RejectionBatch
 from specreg.kernels.rejection_sample.reference import rejection_sample_reference
+from specreg.kernels.rejection_sample.rows import reference as rows_reference
 from specreg.ownership import Shard
 
 pytestmark = [
@@ -25,7 +25,7 @@ LARGE = 248_320
 @pytest.fixture(autouse=True)
 def large_chunks(monkeypatch):
     """The twin works on few chunks, as a GPU likes it."""
-    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 2**26)
+    monkeypatch.setattr(rows_reference, "CHUNK_ELEMENTS", 2**26)
 
 
 def real_batch(

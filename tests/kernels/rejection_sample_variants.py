@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from specreg.kernels.common.args import CacheArgs
-from specreg.kernels.draft_sample.reference import BLOCK_SIZE
-from specreg.kernels.rejection_sample import kernel as k
-from specreg.kernels.rejection_sample.batch import RejectionOutput
+from specreg.capabilities import DraftLogitsLayout
+from specreg.kernels.common.view import DraftLogitsView
+from specreg.kernels.rejection_sample import kernel, prepare
+from specreg.kernels.rejection_sample.batch import RejectionBatch
+from specreg.ownership import Shard
 
 VOCAB_SIZE = 248_320
-NUM_BLOCKS = 485
+NUM_CANDIDATES = 20
+DRAFT_VOCAB_SIZE = 32_000
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -23,73 +26,91 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no cache": {"draft": None},
     "one draft": {"num_drafts": 1},
     "no drafts": {"draft": None, "num_drafts": 0},
+    "reduced vocabulary": {"layout": DraftLogitsLayout.DRAFT_VOCAB},
+    "candidates": {"layout": DraftLogitsLayout.TOP_K, "draft": torch.float32},
+}
+
+# Launchers of each method, by the name of what they launch.
+METHODS = {
+    "standard": {
+        "blocks": kernel.launch_target_blocks,
+        "judge": kernel.launch_judge,
+        "residual": kernel.launch_residual_blocks,
+        "draw": kernel.launch_draw,
+    },
 }
 
 
 def kernels(
+    method: str = "standard",
     *,
     target: torch.dtype = torch.bfloat16,
     draft: torch.dtype | None = torch.bfloat16,
     num_shards: int = 1,
     num_drafts: int = 7,
-) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Each kernel and the arguments of its launch."""
+    layout: DraftLogitsLayout = DraftLogitsLayout.DENSE,
+) -> dict[str, tuple[Any, dict[str, Any], int]]:
+    """Each kernel, the arguments of its launch, and its warps."""
+    part = _Recorder.of(_part(target, draft, num_shards, num_drafts, layout))
+    launched = {}
+    for name, launcher in METHODS[method].items():
+        if name != "residual" or draft is not None:
+            launcher(part)
+            launched[name] = part.launched.pop()
+    return launched
 
-    def tensor(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(0, dtype=dtype)
 
-    fp32, i32, i64 = (tensor(d) for d in (torch.float32, torch.int32, torch.int64))
-    num_rows = num_drafts + 1
-    output = RejectionOutput(i64, i32, i32)
-    pending = k.PendingArgs(i32, fp32, fp32, fp32)
-    blocks = k.BlockArgs(fp32, i32, i32, NUM_BLOCKS)
-    inputs = {
-        "target": k.TargetArgs(tensor(target), VOCAB_SIZE, VOCAB_SIZE),
-        "batch": k.BatchArgs(i64, num_drafts, i64, i32, i64, fp32, i64),
-        "NUM_ROWS": num_rows,
-        "BLOCK_SIZE": BLOCK_SIZE,
-    }
-    cached: dict[str, Any] = {"cache": None, "NUM_SHARDS": num_shards}
-    if draft is not None:
-        strides = (num_drafts * VOCAB_SIZE, VOCAB_SIZE)
-        cell = (tensor(draft), fp32, fp32, tensor(torch.uint8))
-        cached["cache"] = CacheArgs(*cell, *strides, num_drafts, num_shards - 1)
-    launches = {
-        "blocks": (k.target_blocks_kernel, {**inputs, "blocks": blocks, "NUM_BLOCKS": 8}),
-        "accept": (
-            k.accept_kernel,
-            {
-                **inputs,
-                **cached,
-                "output": output,
-                "pending": pending,
-                "blocks": blocks,
-                "NUM_STEPS": 1 << num_drafts.bit_length(),
-                "NUM_BLOCKS": 512,
-            },
-        ),
-        "draw": (
-            k.draw_kernel,
-            {
-                **inputs,
-                **cached,
-                "output": output,
-                "pending": pending,
-                "blocks": blocks,
-                "NUM_BLOCKS": 512,
-            },
-        ),
-    }
-    if draft is not None:
-        launches["residual"] = (
-            k.residual_blocks_kernel,
-            {
-                **inputs,
-                **cached,
-                "output": output,
-                "pending": pending,
-                "num_blocks": NUM_BLOCKS,
-                "NUM_BLOCKS": 8,
-            },
-        )
-    return launches
+class _Recorder(prepare.Part):
+    """A part that notes its launches instead of launching."""
+
+    launched: list[tuple[Any, dict[str, Any], int]]
+
+    @classmethod
+    def of(cls, part: prepare.Part) -> _Recorder:
+        recorder = cls(*part)
+        recorder.launched = []
+        return recorder
+
+    def launch(self, kernel, grid, *arguments, num_warps):
+        names = [parameter.name for parameter in kernel.params]
+        self.launched.append((kernel, dict(zip(names, arguments, strict=True)), num_warps))
+
+
+def _part(target, draft, num_shards, num_drafts, layout) -> prepare.Part:
+    max_num_seqs = num_shards
+    batch = RejectionBatch(
+        target_logits=torch.empty(num_drafts + 1, VOCAB_SIZE, dtype=target, device="meta"),
+        draft_tokens=torch.empty(1, num_drafts, dtype=torch.int64, device="meta"),
+        idx_mapping=torch.empty(1, dtype=torch.int64, device="meta"),
+        cu_num_logits=torch.empty(2, dtype=torch.int32, device="meta"),
+        positions=torch.empty(1, dtype=torch.int64, device="meta"),
+        temperature=torch.empty(max_num_seqs, device="meta"),
+        seeds=torch.empty(max_num_seqs, dtype=torch.int64, device="meta"),
+        cache=None if draft is None else _cache(draft, num_shards, num_drafts, layout),
+        vocab_size=VOCAB_SIZE,
+    )
+    return prepare.prepare(batch, prepare.RejectionOutput.empty(batch.draft_tokens), 1)
+
+
+def _cache(draft, num_shards, num_drafts, layout) -> DraftLogitsView:
+    width = {
+        DraftLogitsLayout.DENSE: VOCAB_SIZE,
+        DraftLogitsLayout.DRAFT_VOCAB: DRAFT_VOCAB_SIZE,
+        DraftLogitsLayout.TOP_K: NUM_CANDIDATES,
+    }[layout]
+    cells = (1, num_drafts)
+    view = DraftLogitsView(
+        logits=torch.empty(*cells, width, dtype=draft, device="meta"),
+        temperature=torch.empty(cells, device="meta"),
+        logsumexp=torch.empty(cells, device="meta"),
+        state=torch.empty(cells, dtype=torch.uint8, device="meta"),
+        shard=Shard(num_shards, num_shards - 1),
+        layout=layout,
+        vocab_size=VOCAB_SIZE,
+    )
+    if layout is DraftLogitsLayout.TOP_K:
+        view = replace(view, ids=torch.empty(*cells, width, dtype=torch.int32, device="meta"))
+    if layout is DraftLogitsLayout.DRAFT_VOCAB:
+        table = torch.empty(VOCAB_SIZE, dtype=torch.int32, device="meta")
+        view = replace(view, target_to_draft=table)
+    return view

@@ -20,6 +20,7 @@ from specreg.kernels import rejection_sample
 from specreg.kernels.common.view import CELL_BARE, CELL_EMPTY
 from specreg.kernels.rejection_sample import reference
 from specreg.kernels.rejection_sample.batch import RejectionBatch
+from specreg.kernels.rejection_sample.rows import reference as rows_reference
 from specreg.kernels.shard_plan.op import shard_plan
 from specreg.ownership import Shard
 
@@ -269,8 +270,7 @@ def test_equal_distributions_accept_and_their_empty_residual_falls_back_to_the_t
     requests = [replace(request, temperature=1.0) for request in requests]
     batch = lay_out(requests, list(range(16)))
     assert verify(batch, 1000).num_sampled.tolist() == [4] * 16
-    never = torch.tensor(INF)
-    monkeypatch.setattr(reference, "uniform_reference", lambda words: never.expand(len(words)))
+    monkeypatch.setattr(reference, "passes", lambda log_u, chance: log_u > INF)
     rejected = verify(batch, 1000)
     assert rejected.num_sampled.tolist() == [1] * 16
     missing = verify(batch._replace(draft_tokens=batch.draft_tokens * 0 - 1), 1000)
@@ -395,16 +395,16 @@ def test_chunks_of_any_size_give_equal_results_and_bound_the_scratch(monkeypatch
     batch = lay_out(requests, list(range(7)))
     whole = verify(batch, 1100)
     sizes = []
-    cut = reference.Blocks.cut.__func__
+    cut = rows_reference.Blocks.cut.__func__
 
     def counted(cls, logits):
         sizes.append(logits.numel())
         return cut(cls, logits)
 
-    monkeypatch.setattr(reference.Blocks, "cut", classmethod(counted))
+    monkeypatch.setattr(rows_reference.Blocks, "cut", classmethod(counted))
     for rows in (1, 3, 7):
         sizes.clear()
-        monkeypatch.setattr(reference, "CHUNK_ELEMENTS", rows * 1100)
+        monkeypatch.setattr(rows_reference, "CHUNK_ELEMENTS", rows * 1100)
         chunked = verify(batch, 1100)
         assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
         assert max(sizes) <= rows * 1100

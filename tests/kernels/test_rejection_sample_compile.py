@@ -12,8 +12,8 @@ from rejection_sample_variants import VARIANTS, kernels
 DIVISION = re.compile(r"arith\.(rem|div|ceildiv|floordiv)\w*i\b")
 NARROW_PRODUCT = re.compile(r"arith\.muli %(\w+), %(\w+) : (?:tensor<.*x)?i32>?")
 
-# Divisions that have nothing to do with owners: a program's request and step; a draft's block.
-OTHER_DIVISIONS = {"blocks": ["div", "rem"], "accept": [], "residual": [], "draw": ["div"]}
+# Divisions that have nothing to do with owners: a draft's block.
+OTHER_DIVISIONS = {"blocks": [], "judge": [], "residual": [], "draw": ["div"]}
 
 
 def divisions(ttir):
@@ -23,27 +23,29 @@ def divisions(ttir):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kernel_compiles_for(variant, target):
-    for kernel, arguments in kernels(**VARIANTS[variant]).values():
-        stages = compile_offline(kernel, target, **arguments)
+    for kernel, arguments, num_warps in kernels(**VARIANTS[variant]).values():
+        stages = compile_offline(kernel, target, num_warps=num_warps, **arguments)
         assert stages["cubin" if target == "sm_90" else "hsaco"]
 
 
 @pytest.mark.parametrize("name", ["blocks", "residual"])
 def test_logits_are_read_16_bytes_at_a_time(name):
-    kernel, arguments = kernels(num_shards=4)[name]
-    ptx = compile_offline(kernel, "sm_90", **arguments)["ptx"]
+    kernel, arguments, num_warps = kernels(num_shards=4)[name]
+    ptx = compile_offline(kernel, "sm_90", num_warps=num_warps, **arguments)["ptx"]
     num_tensors = {"blocks": 1, "residual": 2}[name]
-    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 4 * num_tensors
+    num_bytes = num_tensors * arguments["NUM_BLOCKS"] * arguments["BLOCK_SIZE"] * 2
+    num_loads = len(re.findall(r"ld\.global\.v4\.b32", ptx))
+    assert num_loads * 16 * 32 * num_warps == num_bytes
 
 
 def test_with_one_shard_owner_and_row_arithmetic_compile_away():
-    for name, (kernel, arguments) in kernels().items():
+    for name, (kernel, arguments, _) in kernels().items():
         ttir = compile_offline(kernel, "sm_90", **arguments)["ttir"]
         assert divisions(ttir) == OTHER_DIVISIONS[name]
 
 
 def test_owner_and_row_arithmetic_would_be_noticed_with_two_shards():
-    for name, (kernel, arguments) in kernels(num_shards=2).items():
+    for name, (kernel, arguments, _) in kernels(num_shards=2).items():
         if name != "blocks":
             ttir = compile_offline(kernel, "sm_90", **arguments)["ttir"]
             assert divisions(ttir) == sorted([*OTHER_DIVISIONS[name], "div", "rem"])
@@ -52,7 +54,7 @@ def test_owner_and_row_arithmetic_would_be_noticed_with_two_shards():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_product_that_can_pass_31_bits_is_64_bit(variant):
     """A 32-bit product has a constant factor: a block's first column, or a word of Philox."""
-    for kernel, arguments in kernels(**VARIANTS[variant]).values():
+    for kernel, arguments, _ in kernels(**VARIANTS[variant]).values():
         ttir = compile_offline(kernel, "sm_90", **arguments)["ttir"]
         products = NARROW_PRODUCT.findall(ttir)
         assert all(factor[0] == "c" or factor[:3] == "cst" for _, factor in products)

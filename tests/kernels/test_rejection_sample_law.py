@@ -22,6 +22,8 @@ from specreg.kernels import rejection_sample
 from specreg.kernels.draft_sample.op import draft_sample
 from specreg.kernels.random import STREAM_DRAFT, random_words_reference
 from specreg.kernels.rejection_sample import reference
+from specreg.kernels.rejection_sample.draws import reference as draws
+from specreg.kernels.rejection_sample.rows import reference as rows_reference
 from specreg.ownership import Shard
 from specreg.rejection_sampler import RejectionSampler, VerifyInputs
 
@@ -229,7 +231,7 @@ def test_every_position_of_a_round_follows_the_target():
 
 def test_noise_shared_between_drafting_and_the_residual_is_caught(monkeypatch):
     """Scores 3,836."""
-    monkeypatch.setattr(reference, "STREAM_RESIDUAL", STREAM_DRAFT)
+    monkeypatch.setattr(draws, "STREAM_RESIDUAL", STREAM_DRAFT)
     assert verify(propose()).score > 100 * CRITICAL
 
 
@@ -237,30 +239,29 @@ def test_noise_shared_between_drafting_and_acceptance_is_caught(monkeypatch):
     """Scores 438."""
 
     def words(seeds, positions, steps, stream):
-        if stream is not reference.STREAM_ACCEPT:
+        if stream is not rows_reference.STREAM_ACCEPT:
             return random_words_reference(seeds, positions, steps, stream)
         # The word that chose the draft within its block; the one that chose the block is idle here.
         return random_words_reference(seeds, positions, steps, STREAM_DRAFT).roll(-1, 0)
 
-    monkeypatch.setattr(reference, "random_words_reference", words)
+    monkeypatch.setattr(rows_reference, "random_words_reference", words)
     assert verify(propose()).score > 10 * CRITICAL
 
 
 def test_a_residual_that_forgets_the_draft_distribution_is_caught(monkeypatch):
     """Scores 1,877."""
 
-    def target_only(step, draft_probs, top, log_total, rows):
-        logits = step.target.logits[rows] - top[rows, None, None]
-        return torch.exp(logits - log_total[rows, None, None])
+    def target_only(rows, probs, top, log_totals, weight):
+        return torch.exp(rows.target.logits - (top + log_totals)[:, None, None])
 
-    monkeypatch.setattr(reference, "_residual", target_only)
+    monkeypatch.setattr(draws, "excess_reference", target_only)
     assert verify(propose()).score > 10 * CRITICAL
 
 
 def test_a_sampler_that_always_accepts_is_caught(monkeypatch):
     """Scores 126,352."""
     monkeypatch.setattr(
-        reference, "uniform_reference", lambda words: torch.full(words.shape, 1e-30)
+        rows_reference, "uniform_reference", lambda words: torch.full(words.shape, 1e-30)
     )
     verified = verify(propose())
     assert verified.num_accepted == NUM_SEEDS
@@ -297,7 +298,7 @@ def test_a_draft_distribution_taken_at_the_requests_present_temperature_is_caugh
 
 def exact_law(monkeypatch, batch: Batch, vocab_size: int) -> torch.Tensor:
     """The law of the first token's draw, from the units that a request a block is drawn with."""
-    num_blocks = -(-vocab_size // reference.BLOCK_SIZE)
+    num_blocks = -(-vocab_size // draws.BLOCK_SIZE)
     units = []
 
     def draw(weights, words):
@@ -305,7 +306,7 @@ def exact_law(monkeypatch, batch: Batch, vocab_size: int) -> torch.Tensor:
         first = len(units) % 2
         return torch.arange(len(weights)) if first else torch.zeros(len(weights), dtype=torch.int64)
 
-    monkeypatch.setattr(reference, "draw_index_reference", draw)
+    monkeypatch.setattr(draws, "draw_index_reference", draw)
     rejection_sample(*batch, vocab_size=vocab_size)
     masses, lanes = units
     assert masses.shape[0] == lanes.shape[0] == num_blocks
@@ -318,7 +319,7 @@ def exact_law(monkeypatch, batch: Batch, vocab_size: int) -> torch.Tensor:
 def test_the_exact_law_of_each_draw_is_within_1e_4_of_what_it_stands_for(monkeypatch, kind, scale):
     """In total variation; 1e-6 at most here, the grid of the random words apart."""
     vocab_size, temperature = 30_001, 0.9
-    num_blocks = -(-vocab_size // reference.BLOCK_SIZE)
+    num_blocks = -(-vocab_size // draws.BLOCK_SIZE)
     generator = torch.Generator().manual_seed(2)
     target = torch.randn(vocab_size, generator=generator) * scale
     draft = target + torch.randn(vocab_size, generator=generator) * 0.5
@@ -333,7 +334,7 @@ def test_the_exact_law_of_each_draw_is_within_1e_4_of_what_it_stands_for(monkeyp
     without = p.clone()
     without[token] = 0
     expected = {"residual": (p - q).clamp(min=0), "without draft": without, "target": p}[kind]
-    monkeypatch.setattr(reference, "uniform_reference", lambda words: torch.full((1,), torch.inf))
+    monkeypatch.setattr(reference, "passes", lambda log_u, chance: log_u > torch.inf)
     batch = Batch(
         target_logits=target.expand(2 * num_blocks, vocab_size),
         draft_tokens=torch.full((num_blocks, 1), -1 if kind == "target" else token),
@@ -344,7 +345,7 @@ def test_the_exact_law_of_each_draw_is_within_1e_4_of_what_it_stands_for(monkeyp
         seeds=slots,
         cache=cache,
     )
-    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", num_blocks * vocab_size)
+    monkeypatch.setattr(rows_reference, "CHUNK_ELEMENTS", num_blocks * vocab_size)
     law = exact_law(monkeypatch, batch, vocab_size)
     expected = expected / expected.sum()
     assert float((law - expected).abs().sum()) / 2 < 1e-4
@@ -441,7 +442,7 @@ def test_draws_for_drafting_acceptance_residual_bonus_and_plain_tokens_are_pairw
 
 @pytest.mark.parametrize("stream", ["STREAM_RESIDUAL", "STREAM_TARGET"])
 def test_a_stream_shared_with_drafting_fails_that_test(monkeypatch, stream):
-    monkeypatch.setattr(reference, stream, STREAM_DRAFT)
-    draws = drawn_by_purpose()
+    monkeypatch.setattr(draws, stream, STREAM_DRAFT)
+    drawn = drawn_by_purpose()
     purpose = {"STREAM_RESIDUAL": "residual", "STREAM_TARGET": "plain"}[stream]
-    assert dependence(draws["draft"], draws[purpose]) > 1000
+    assert dependence(drawn["draft"], drawn[purpose]) > 1000

@@ -52,10 +52,11 @@ def sum_weights(weights, axis: tl.constexpr):
 
     Adding 4 aligns the mantissa of a weight so that its last bit is worth 2^-21: one addition
     rounds to nearest, and the bits above those of 4 are the weight in fixed point. Integer sums are
-    exact, so no reduction order can show in a token.
+    exact, so no reduction order can show in a token. The bits of 4 are taken off the sum at once:
+    modulo 2^32 that is the same, and nothing for 512 weights.
     """
-    fixed = (weights + 4.0).to(tl.int32, bitcast=True) - 0x40800000
-    return tl.sum(fixed, axis)
+    bits = tl.sum((weights + 4.0).to(tl.int32, bitcast=True), axis)
+    return bits - (weights.shape[axis] % 512) * 0x40800000
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specreg.capabilities import DraftLogitsLayout
 from specreg.errors import TensorError
 from specreg.kernels.common.args import check_cache, check_strides
 from specreg.kernels.common.checks import FLOATS, INDICES, check_tensor
@@ -25,6 +26,8 @@ def _standard(batch: RejectionBatch) -> RejectionOutput:
         return rejection_sample_triton(batch)
     return rejection_sample_reference(batch)
 
+
+LAYOUTS = frozenset(DraftLogitsLayout)  # that every method reads
 
 METHODS: dict[str, Callable[[RejectionBatch], RejectionOutput]] = {"standard": _standard}
 
@@ -142,6 +145,7 @@ def _check(batch: RejectionBatch) -> None:
             vocab_size=batch.vocab_size,
             max_num_seqs=max_num_seqs,
             device=device,
+            layouts=LAYOUTS,
         )
         if batch.cache.num_speculative_tokens < num_drafts:
             raise TensorError(

@@ -15,7 +15,7 @@ from verification_cases import (
 )
 
 from specreg.kernels.common.view import CELL_BARE, CELL_EMPTY
-from specreg.kernels.rejection_sample import kernel
+from specreg.kernels.rejection_sample import kernel, prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch
 from specreg.kernels.rejection_sample.reference import rejection_sample_reference
 from specreg.ownership import Shard
@@ -133,7 +133,7 @@ def test_a_certain_target_and_equal_distributions_agree():
 def test_parts_of_a_batch_agree_with_the_whole(monkeypatch):
     batch = lay_out(random_requests(5, 600), list(range(5)))
     whole = agree(batch, 600)
-    monkeypatch.setattr(kernel, "SCRATCH_BYTES", 12 * 4 * 2 * 2)  # two requests at a time
+    monkeypatch.setattr(prepare, "REQUESTS_AT_ONCE", 2)  # two requests at a time
     parts = agree(batch, 600)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 

@@ -1,0 +1,181 @@
+"""What the Triton launches of `rejection_sample` are given: arguments in groups, scratch, parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specreg.kernels.common.args import CacheArgs, cache_args
+from specreg.kernels.common.launch import launch, specialisation
+from specreg.kernels.draft_sample.reference import BLOCK_SIZE
+from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.ownership import cdiv
+
+__all__ = ["BatchArgs", "Part", "RowArgs", "TargetArgs", "in_parts", "next_power_of_2", "prepare"]
+
+# Requests whose scratch exists at a time: 2.1 MB for 7 drafts over 248,320 columns.
+REQUESTS_AT_ONCE = 64
+
+BLOCKS_PER_PROGRAM = 4
+NUM_WARPS = 1
+RESIDUAL_BLOCKS_PER_PROGRAM = 4
+RESIDUAL_NUM_WARPS = 1
+JUDGE_NUM_WARPS = 4
+DRAW_NUM_WARPS = 4
+
+NUM_FLOATS = 3  # of a row's record, before its blocks
+NUM_INTS = 2
+
+
+class TargetArgs(NamedTuple):
+    """Target logits: first element, row stride, columns that count."""
+
+    logits: Tensor
+    stride: int
+    vocab_size: int
+
+
+class BatchArgs(NamedTuple):
+    """Per request, then per slot."""
+
+    draft_tokens: Tensor
+    draft_stride: int
+    idx_mapping: Tensor
+    cu_num_logits: Tensor
+    positions: Tensor
+    temperature: Tensor
+    seeds: Tensor
+
+
+class RowArgs(NamedTuple):
+    """A record for each row of each request: what is known of it, then a value a block.
+
+    `floats [num_reqs, num_rows, 3 + num_blocks]`: largest logit, log2 of the softmax denominator
+    over it, log2(p/q) of the draft, then block peaks. `ints [num_reqs, num_rows, 2 + num_blocks]`:
+    verdict, argmax, then block masses.
+    """
+
+    floats: Tensor
+    ints: Tensor
+    num_blocks: int
+
+
+class Part(NamedTuple):
+    """Requests that are verified together, as their launches take them.
+
+    Attributes:
+        output: written in place.
+        sums: fp32 scratch for the blocks of residuals, `num_blocks` for each.
+        rows: scratch.
+        target, batch, cache: inputs; `cache` None takes drafts for argmaxes.
+        num_reqs, num_rows: requests, and rows that each has at most.
+        num_shards: of the cache.
+        num_candidates: a power of two at or above the candidates of a cell.
+        key: what the launches are specialised for.
+    """
+
+    output: RejectionOutput
+    sums: Tensor
+    rows: RowArgs
+    target: TargetArgs
+    batch: BatchArgs
+    cache: CacheArgs | None
+    num_reqs: int
+    num_rows: int
+    num_shards: int
+    num_candidates: int
+    key: Hashable
+
+    @property
+    def num_steps(self) -> int:
+        """A power of two at or above `num_rows`."""
+        return next_power_of_2(self.num_rows)
+
+    @property
+    def all_blocks(self) -> int:
+        """A power of two at or above the blocks of a row."""
+        return next_power_of_2(self.rows.num_blocks)
+
+    def blocks_per_program(self, most: int) -> int:
+        """Blocks of a program that reads logits: `most`, or fewer in a small vocabulary."""
+        return min(most, self.all_blocks)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int) -> None:
+        """Launch a kernel of the part; `arguments` are all of its arguments, in order."""
+        constants = tuple(value for value in arguments if isinstance(value, int))
+        launch(kernel, grid, arguments, (self.key, constants), num_warps)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`, which is positive."""
+    return 1 << (number - 1).bit_length()
+
+
+def in_parts(
+    batch: RejectionBatch, verify: Callable[[Part], None], *, num_residuals: int
+) -> RejectionOutput:
+    """Verify a batch in parts of whole requests, so that scratch does not grow with the batch.
+
+    Args:
+        batch: of any size.
+        verify: launches the kernels of a method.
+        num_residuals: residuals a request whose blocks are summed.
+
+    Returns:
+        New tensors, the same whatever the parts.
+    """
+    output = RejectionOutput.empty(batch.draft_tokens)
+    num_reqs = batch.num_reqs
+    if num_reqs <= REQUESTS_AT_ONCE:
+        if num_reqs:
+            verify(prepare(batch, output, num_residuals))
+        return output
+    size = cdiv(num_reqs, cdiv(num_reqs, REQUESTS_AT_ONCE))
+    for start in range(0, num_reqs, size):
+        stop = min(start + size, num_reqs)
+        rows = RejectionOutput(*(tensor[start:stop] for tensor in output))
+        verify(prepare(batch.requests(start, stop), rows, num_residuals))
+    return output
+
+
+def prepare(batch: RejectionBatch, output: RejectionOutput, num_residuals: int) -> Part:
+    """Scratch and arguments for the launches that verify `batch` into `output`."""
+    device, cache = batch.target_logits.device, batch.cache
+    num_blocks = cdiv(batch.vocab_size, BLOCK_SIZE)
+    num_reqs, num_rows = batch.num_reqs, batch.num_rows
+    num_records = num_reqs * num_rows
+    floats = torch.empty(num_records * (NUM_FLOATS + num_blocks), device=device)
+    ints = torch.empty(num_records * (NUM_INTS + num_blocks), dtype=torch.int32, device=device)
+    if cache is None or num_residuals == 0:
+        sums = floats  # never read
+    else:
+        sums = torch.empty(num_reqs * num_residuals * num_blocks, device=device)
+    target = TargetArgs(batch.target_logits, batch.target_logits.stride(0), batch.vocab_size)
+    requests = BatchArgs(
+        draft_tokens=batch.draft_tokens,
+        draft_stride=batch.draft_tokens.stride(0),
+        idx_mapping=batch.idx_mapping,
+        cu_num_logits=batch.cu_num_logits,
+        positions=batch.positions,
+        temperature=batch.temperature,
+        seeds=batch.seeds,
+    )
+    stored = None if cache is None else cache_args(cache)
+    num_shards = 1 if cache is None else cache.shard.num_shards
+    key = specialisation(output, sums, floats, ints, target, requests, stored, num_rows, num_shards)
+    return Part(
+        output=output,
+        sums=sums,
+        rows=RowArgs(floats, ints, num_blocks),
+        target=target,
+        batch=requests,
+        cache=stored,
+        num_reqs=num_reqs,
+        num_rows=num_rows,
+        num_shards=num_shards,
+        num_candidates=1 if stored is None or stored.ids is None else next_power_of_2(stored.width),
+        key=key,
+    )

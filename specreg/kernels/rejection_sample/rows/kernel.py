@@ -1,0 +1,344 @@
+"""Triton kernels and device helpers that the methods of `rejection_sample` share.
+
+Two launches come first in every method: `target_blocks_kernel` reduces blocks of each target row,
+`judge_kernel` judges each row's draft by itself. What they find lies in a record a row, `RowArgs`.
+Then the method decides how many drafts to keep and draws (`rejection_sample.draws`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from specreg.kernels.common import view
+from specreg.kernels.common.cells.kernel import cell_element, statistics_of
+from specreg.kernels.common.kernel import (
+    LOGIT_MAX,
+    SUM_BITS,
+    clean_logits,
+    owned_row,
+    sum_weights,
+)
+from specreg.kernels.draft_sample.reference import BLOCK_SIZE as SIZE
+from specreg.kernels.draft_sample.reference import MASS_BITS
+from specreg.kernels.random.kernel import STREAM_ACCEPT, random_words, uniform
+from specreg.kernels.rejection_sample import prepare
+
+__all__ = [
+    "GREEDY",
+    "LOG2E",
+    "MASS_MASK",
+    "NUM_FLOATS",
+    "RESIDUAL",
+    "SUM_UNIT",
+    "TARGET",
+    "WITHOUT_DRAFT",
+    "accept_word",
+    "blocks_of",
+    "draft_of",
+    "finite",
+    "first_rejection",
+    "float_record",
+    "greedy_token",
+    "int_record",
+    "judge_kernel",
+    "launch_judge",
+    "launch_target_blocks",
+    "load_target",
+    "mass_units",
+    "passes",
+    "request",
+    "row_total",
+    "scale_of",
+    "store_judgement",
+    "target_blocks_kernel",
+    "verdicts",
+]
+
+CELL_STORED = tl.constexpr(view.CELL_STORED)
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+LOG2E = tl.constexpr(1.4426950408889634)
+MASS_SCALE = tl.constexpr(2.0 ** (MASS_BITS - SUM_BITS.value))
+MASS_UNIT = tl.constexpr(2.0**-MASS_BITS)
+SUM_UNIT = tl.constexpr(2.0**-SUM_BITS.value)
+
+# A mass takes 31 bits; the sign says that its block holds a NaN.
+NAN_FLAG = tl.constexpr(-(2**31))
+MASS_MASK = tl.constexpr(2**31 - 1)
+
+# Where a draft is not kept, its row's token is ...
+TARGET = tl.constexpr(0)  # drawn from p: there is no draft, or none with a distribution
+WITHOUT_DRAFT = tl.constexpr(1)  # drawn from p without the draft, whose distribution was one-hot
+RESIDUAL = tl.constexpr(2)  # drawn from what the draft's distribution leaves of p
+GREEDY = tl.constexpr(3)  # known: the argmax
+
+# A verdict: whether the draft is kept by itself, a kind shifted by one, and whether the row holds a
+# NaN or nothing above -inf.
+ACCEPTED = tl.constexpr(1)
+UNUSABLE = tl.constexpr(8)
+
+NUM_FLOATS = tl.constexpr(prepare.NUM_FLOATS)
+NUM_INTS = tl.constexpr(prepare.NUM_INTS)
+
+
+@triton.jit
+def request(batch, req, NUM_ROWS: tl.constexpr):
+    """Slot, first logits row and number of logits rows; no rows for a padding row."""
+    slot = tl.load(batch.idx_mapping + req)
+    start = tl.load(batch.cu_num_logits + req).to(tl.int64)
+    end = tl.load(batch.cu_num_logits + req + 1).to(tl.int64)
+    return slot, start, tl.where(slot < 0, 0, tl.minimum(end - start, NUM_ROWS)).to(tl.int32)
+
+
+@triton.jit
+def scale_of(temperature):
+    """The factor on `logit - peak` that makes exp2 of it a weight."""
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    return tl.minimum(tl.div_rn(LOG2E, divisor), LARGEST)
+
+
+@triton.jit
+def finite(peak):
+    """A number to subtract where `peak` may be -inf: all that lies below it is -inf as well."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def load_target(target, row, columns, mask):
+    return tl.load(
+        target.logits + row * target.stride + columns,
+        mask=mask & (columns < target.vocab_size),
+        other=float("-inf"),
+    )
+
+
+@triton.jit
+def float_record(rows, req, step, NUM_ROWS: tl.constexpr):
+    """Where the fp32 record of a request's row lies; `req` is int64."""
+    return rows.floats + (req * NUM_ROWS + step) * (rows.num_blocks + NUM_FLOATS)
+
+
+@triton.jit
+def int_record(rows, req, step, NUM_ROWS: tl.constexpr):
+    return rows.ints + (req * NUM_ROWS + step) * (rows.num_blocks + NUM_INTS)
+
+
+@triton.jit
+def target_blocks_kernel(
+    rows,
+    target,
+    batch,
+    NUM_ROWS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program (i, step, req): read NUM_BLOCKS blocks once, reduce each to its peak and its mass."""
+    step = tl.program_id(1)
+    req = tl.program_id(2).to(tl.int64)
+    slot, first_row, num_rows = request(batch, req, NUM_ROWS)
+    if step >= num_rows:
+        return
+    block = tl.program_id(0) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
+    columns = block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    x = load_target(target, first_row + step, columns, True).to(tl.float32)
+    peak = tl.reduce(x, 1, _larger_or_nan)
+    flag = tl.zeros_like(block)
+    if tl.min((peak <= LOGIT_MAX).to(tl.int32), 0) == 0:  # rare: a NaN or +inf is there
+        flag = tl.where(peak == peak, 0, NAN_FLAG)
+        x = clean_logits(x)
+        peak = tl.max(x, 1)
+    scale = scale_of(tl.load(batch.temperature + slot))
+    mass = sum_weights(tl.exp2((x - peak[:, None]) * scale), 1)
+    mass = tl.where(peak == float("-inf"), 0, mass) | flag
+    live = block < rows.num_blocks
+    tl.store(float_record(rows, req, step, NUM_ROWS) + NUM_FLOATS + block, peak, mask=live)
+    tl.store(int_record(rows, req, step, NUM_ROWS) + NUM_INTS + block, mass, mask=live)
+
+
+@triton.jit
+def blocks_of(rows, req, step, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """Peaks and flagged masses of a row's blocks, and their numbers."""
+    block = tl.arange(0, NUM_BLOCKS)
+    live = block < rows.num_blocks
+    at = float_record(rows, req, step, NUM_ROWS) + NUM_FLOATS + block
+    peak = tl.load(at, mask=live, other=float("-inf"))
+    at = int_record(rows, req, step, NUM_ROWS) + NUM_INTS + block
+    return block, peak, tl.load(at, mask=live, other=0)
+
+
+@triton.jit
+def mass_units(peak, mass, top, scale):
+    """int64 masses of blocks relative to `top`, the largest logit of their row."""
+    return (mass.to(tl.float32) * MASS_SCALE * tl.exp2((peak - top) * scale)).to(tl.int64)
+
+
+@triton.jit
+def row_total(rows, req, step, scale, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+    """Top logit and log2 of the softmax denominator over it, block peaks, and whether unusable."""
+    _, peak, mass = blocks_of(rows, req, step, NUM_ROWS, NUM_BLOCKS)
+    top = tl.max(peak, 0)
+    is_unusable = (tl.min(mass, 0) < 0) | (top == float("-inf"))
+    top = finite(top)
+    total = tl.sum(mass_units(peak, mass & MASS_MASK, top, scale), 0)
+    log2_total = tl.log2(tl.maximum(total, 1).to(tl.float32) * MASS_UNIT)
+    return top, log2_total, peak, is_unusable
+
+
+@triton.jit
+def greedy_token(target, row, peak, BLOCK_SIZE: tl.constexpr):
+    """Column of the largest logit, the lowest on ties, from a row's block peaks."""
+    home = tl.argmax(peak, 0)
+    columns = home * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = clean_logits(load_target(target, row, columns, True))
+    return (home * BLOCK_SIZE + tl.argmax(x, 0)).to(tl.int64)
+
+
+@triton.jit
+def draft_of(batch, req, step, num_rows, vocab_size):
+    """The draft that a row judges, and whether it is a token."""
+    at = batch.draft_tokens + req * batch.draft_stride + step
+    draft = tl.load(at, mask=step < num_rows - 1, other=-1)
+    return draft, (draft >= 0) & (draft < vocab_size)
+
+
+@triton.jit
+def accept_word(batch, req, slot, step, mask):
+    """The word that accepts or rejects the draft of `step`, a scalar or a vector."""
+    seed = tl.load(batch.seeds + slot, mask=mask, other=0)
+    position = tl.load(batch.positions + req) + step
+    word, _, _, _ = random_words(seed, position, step, STREAM_ACCEPT)
+    return word
+
+
+@triton.jit
+def passes(word, log2_chance):
+    """Whether a uniform lies below 2^log2_chance; always where that is 1."""
+    return (log2_chance >= 0.0) | (tl.log2(uniform(word)) < log2_chance)
+
+
+@triton.jit
+def store_judgement(
+    rows, req, step, top, log2_total, log2_ratio, is_accepted, kind, is_unusable, token,
+    NUM_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write what precedes the blocks in a row's records."""
+    floats = float_record(rows, req, step, NUM_ROWS)
+    tl.store(floats, top)
+    tl.store(floats + 1, log2_total)
+    tl.store(floats + 2, log2_ratio)
+    ints = int_record(rows, req, step, NUM_ROWS)
+    accepted = tl.where(is_accepted, ACCEPTED, 0)
+    tl.store(ints, accepted + kind * 2 + tl.where(is_unusable, UNUSABLE, 0))
+    tl.store(ints + 1, token.to(tl.int32))
+
+
+@triton.jit
+def judge_kernel(
+    rows,
+    target,
+    batch,
+    cache,
+    NUM_ROWS: tl.constexpr,
+    NUM_SHARDS: tl.constexpr,
+    NUM_CANDIDATES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program (step, req): compare p and q of a row's draft."""
+    step = tl.program_id(0)
+    req = tl.program_id(1).to(tl.int64)
+    slot, first_row, num_rows = request(batch, req, NUM_ROWS)
+    if step >= num_rows:
+        return
+    row = first_row + step
+    draft, has_draft = draft_of(batch, req, step, num_rows, target.vocab_size)
+    temperature = tl.load(batch.temperature + slot)
+    scale = scale_of(temperature)
+    top, log2_total, peak, is_unusable = row_total(rows, req, step, scale, NUM_ROWS, NUM_BLOCKS)
+    x = clean_logits(load_target(target, row, draft, has_draft))
+    log2_p = (x - top) * scale - log2_total
+
+    log2_q = 0.0
+    is_known = has_draft
+    kind = tl.where(has_draft, WITHOUT_DRAFT, TARGET)
+    if cache is not None:
+        cell_row = owned_row(slot, NUM_SHARDS, cache.shard_idx)
+        is_known = has_draft & (cell_row >= 0)
+        at = statistics_of(cache, cell_row, step)
+        drafted_at = tl.load(cache.temperature + at, mask=is_known, other=0.0)
+        is_stored = tl.load(cache.state + at, mask=is_known, other=0) == CELL_STORED
+        is_read = is_known & (drafted_at != 0.0)
+        y = cell_element(cache, cell_row, step, draft, is_read, NUM_CANDIDATES)
+        logsumexp = tl.load(cache.logsumexp + at, mask=is_read, other=0.0)
+        log2_q = tl.where(drafted_at == 0.0, 0.0, y * scale_of(drafted_at) - logsumexp * LOG2E)
+        is_known = is_known & is_stored & (log2_q > float("-inf"))
+        kind = tl.where(drafted_at == 0.0, WITHOUT_DRAFT, RESIDUAL)
+        kind = tl.where(is_known, kind, TARGET)
+    log2_ratio = log2_p - log2_q
+    is_accepted = is_known & passes(accept_word(batch, req, slot, step, has_draft), log2_ratio)
+    token = draft
+    if temperature == 0.0:
+        token = greedy_token(target, row, peak, BLOCK_SIZE)
+        is_accepted = has_draft & (draft == token)
+        kind = tl.full([], GREEDY, tl.int32)
+    store_judgement(
+        rows, req, step, top, log2_total, log2_ratio, is_accepted, kind, is_unusable, token,
+        NUM_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def verdicts(rows, req, step, num_rows, NUM_ROWS: tl.constexpr):
+    """Of a vector of steps: whether each draft is kept by itself, and the kind of its row's token;
+    then how many of the request's rows are unusable."""
+    verdict = tl.load(int_record(rows, req, step, NUM_ROWS), mask=step < num_rows, other=0)
+    num_unusable = tl.sum(verdict >> 3, 0)
+    return (verdict & ACCEPTED) == ACCEPTED, (verdict >> 1) & 3, num_unusable
+
+
+@triton.jit
+def first_rejection(rows, req, num_rows, NUM_ROWS: tl.constexpr, NUM_STEPS: tl.constexpr):
+    """Drafts kept when each is judged by itself, the kind of the token behind them, and how many
+    rows are unusable."""
+    step = tl.arange(0, NUM_STEPS)
+    is_accepted, kinds, num_unusable = verdicts(rows, req, step, num_rows, NUM_ROWS)
+    stop = tl.min(tl.where(is_accepted, NUM_STEPS, step), 0)
+    return stop, tl.sum(tl.where(step == stop, kinds, 0), 0), num_unusable
+
+
+def launch_target_blocks(part: prepare.Part) -> None:
+    """The launch that reads the target."""
+    some = part.blocks_per_program(prepare.BLOCKS_PER_PROGRAM)
+    part.launch(
+        target_blocks_kernel,
+        (triton.cdiv(part.rows.num_blocks, some), part.num_rows, part.num_reqs),
+        part.rows,
+        part.target,
+        part.batch,
+        part.num_rows,
+        some,
+        SIZE,
+        num_warps=prepare.NUM_WARPS,
+    )
+
+
+def launch_judge(part: prepare.Part) -> None:
+    """The launch that judges drafts by p and q."""
+    part.launch(
+        judge_kernel,
+        (part.num_rows, part.num_reqs),
+        part.rows,
+        part.target,
+        part.batch,
+        part.cache,
+        part.num_rows,
+        part.num_shards,
+        part.num_candidates,
+        part.all_blocks,
+        SIZE,
+        num_warps=prepare.JUDGE_NUM_WARPS,
+    )
