@@ -77,15 +77,15 @@ def draft_logits_size(
     Each (row, step) carries two fp32 statistics (temperature, logsumexp) and one state byte; the
     states have one row more than the logits, where writes for rows of other ranks go.
     `draft_vocab` adds an int32 `[vocab_size]` table. A speculator with candidates writes the other
-    two and adds their int32 ids, in `dense` because the next proposal clears the previous
-    candidates by them.
+    two, always in fp32 so that its tokens do not depend on the layout, and adds their int32 ids, in
+    `dense` because the next proposal clears the previous candidates by them.
 
     Args:
         layout: what a (row, step) holds.
         rows: requests that the rank owns, at most (`rows_per_rank`).
         num_speculative_tokens: steps a row.
         vocab_size: the target's vocabulary.
-        dtype: element type of stored logits; `top_k` stores fp32 scores whatever it says.
+        dtype: element type of stored logits; scores of candidates are fp32 whatever it says.
         draft_vocab_size: columns of a reduced head; needed by `draft_vocab`.
         num_candidates: candidates a step; needed by `top_k`.
     """
@@ -95,11 +95,11 @@ def draft_logits_size(
         width = _needed(draft_vocab_size, layout, "draft_vocab_size")
         side_bytes += _ID_BYTES * vocab_size
     else:
-        width = vocab_size
-        side_bytes += _ID_BYTES * cells * (num_candidates or 0)
-    if layout is DraftLogitsLayout.TOP_K:
-        width = _needed(num_candidates, layout, "num_candidates")
-        dtype = "float32"
+        is_top_k = layout is DraftLogitsLayout.TOP_K
+        width = _needed(num_candidates, layout, "num_candidates") if is_top_k else vocab_size
+        if num_candidates is not None:
+            side_bytes += _ID_BYTES * cells * num_candidates
+            dtype = "float32"
     return CacheSize(
         shape=(rows, num_speculative_tokens, width),
         dtype=dtype,

@@ -62,7 +62,13 @@ def test_a_dense_cache_takes_rows_times_steps_times_vocabulary(
 
 def test_known_sizes_of_a_dense_cache():
     def gib(rows, k, vocab_size, dtype):
-        cache = size(rows=rows, num_speculative_tokens=k, vocab_size=vocab_size, dtype=dtype)
+        cache = size(
+            rows=rows,
+            num_speculative_tokens=k,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            num_candidates=None,
+        )
         return round(cache.logits_bytes / GIB, 2)
 
     assert gib(256, 7, 151_936, "float32") == 1.01
@@ -86,8 +92,13 @@ def test_candidates_store_fp32_scores_and_int32_ids():
     assert cache.side_bytes == size(DENSE, num_candidates=None).side_bytes + 64 * 7 * 8 * 4
 
 
-def test_a_dense_cache_of_candidates_keeps_the_ids_that_it_must_clear():
+def test_a_dense_cache_of_candidates_is_fp32_and_keeps_the_ids_that_it_must_clear():
     assert size().side_bytes - size(num_candidates=None).side_bytes == 64 * 7 * 8 * 4
+    assert (size().dtype, size(num_candidates=None).dtype) == ("float32", "bfloat16")
+
+
+def test_candidates_change_nothing_of_a_reduced_vocabularys_columns():
+    assert size(DRAFT_VOCAB) == size(DRAFT_VOCAB, num_candidates=None)
 
 
 @pytest.mark.parametrize(

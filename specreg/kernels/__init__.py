@@ -12,6 +12,7 @@ import os
 # The ops are bound by memory: it costs no time.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
+from specreg.kernels.cache_candidates.op import cache_candidates
 from specreg.kernels.draft_sample.op import draft_sample
 from specreg.kernels.paged_attention.op import paged_attention, write_kv
 from specreg.kernels.rejection_sample.op import rejection_sample
@@ -20,6 +21,7 @@ from specreg.kernels.shard_plan.plan import ShardPlan
 
 __all__ = [
     "ShardPlan",
+    "cache_candidates",
     "draft_sample",
     "paged_attention",
     "rejection_sample",

@@ -33,7 +33,7 @@ def test_logits_are_read_and_stored_16_bytes_at_a_time():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_warp_reduces_whole_blocks_without_shared_memory(dtype):
     """Two blocks a warp: one instruction each for the peak and for the mass of a block."""
-    kernel, arguments = next(iter(kernels(num_shards=4, dtype=dtype)))
+    kernel, arguments = next(iter(kernels(num_shards=4, dtype=dtype, cache_dtype=dtype)))
     ptx = compile_offline(kernel, "sm_90", **arguments)["ptx"]
     for operation in ("max", "add"):
         assert len(re.findall(rf"redux\.sync\.{operation}\.s32", ptx)) == 2
