@@ -55,8 +55,8 @@ def sum_weights(weights, axis: tl.constexpr):
     exact, so no reduction order can show in a token. The bits of 4 are taken off the sum at once:
     modulo 2^32 that is the same, and nothing for 512 weights.
     """
-    bits = tl.sum((weights + 4.0).to(tl.int32, bitcast=True), axis)
-    return bits - (weights.shape[axis] % 512) * 0x40800000
+    bits_of_4: tl.constexpr = (weights.shape[axis] * 0x40800000 + 2**31) % 2**32 - 2**31
+    return tl.sum((weights + 4.0).to(tl.int32, bitcast=True), axis) - bits_of_4
 
 
 @triton.jit
