@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,16 @@ from specreg.kernels.rejection_sample.batch import RejectionOutput as VerifyOutp
 from specreg.kernels.rejection_sample.op import METHODS
 from specreg.spelling import known_names
 
-__all__ = ["RejectionSampler", "VerifyInputs", "VerifyOutput", "check_receives"]
+if TYPE_CHECKING:
+    from specreg.config import EngineConfig
+
+__all__ = [
+    "RejectionSampler",
+    "RejectionSamplerContext",
+    "VerifyInputs",
+    "VerifyOutput",
+    "check_receives",
+]
 
 # Logits elements copied at a time for requests with cut-offs.
 CHUNK_ELEMENTS = 2**24
@@ -55,6 +64,25 @@ class VerifyInputs:
     min_p: Tensor
     has_cutoffs: bool
     draft_logits: DraftLogitsCache | None
+
+
+@dataclass(frozen=True)
+class RejectionSamplerContext:
+    """What the factory of a plugin's rejection sampler gets.
+
+    It returns a callable from `VerifyInputs` to `VerifyOutput`. The callable declares what it reads
+    as attributes, `accepts_sharded_draft_logits` and `reads_layouts`, as its factory does; without
+    them it is handed a replicated dense cache only.
+
+    Attributes:
+        config: the whole engine configuration.
+        vocab_size: columns of the target's vocabulary.
+        device: where `VerifyInputs` will be.
+    """
+
+    config: EngineConfig
+    vocab_size: int
+    device: torch.device
 
 
 class RejectionSampler:

@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from specreg.batch_sharding import BatchSharder
 from specreg.capabilities import TargetNeeds
 from specreg.config import EngineConfig, SpeculativeConfig
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
+from specreg.errors import PluginError
 from specreg.memory import GIB
 from specreg.ownership import Shard
 from specreg.policy import (
@@ -19,13 +22,19 @@ from specreg.policy import (
     finalize,
     resolve,
 )
-from specreg.registry import Registry
-from specreg.rejection_sampler import RejectionSampler
+from specreg.registry import Registry, get_registry
+from specreg.rejection_sampler import (
+    RejectionSampler,
+    RejectionSamplerContext,
+    VerifyInputs,
+    VerifyOutput,
+)
 from specreg.runtime.kv_budget import KVBudget, scratch_bytes
 from specreg.runtime.kv_pool import KVPool, PagedKVView
 from specreg.runtime.models import resolve_model
 from specreg.runtime.target import Target
 from specreg.runtime.tensor_parallel import TensorParallel
+from specreg.runtime.token_history import TokenHistory
 from specreg.runtime.tokenizer import Tokenizer, eos_token_ids
 from specreg.speculator import Speculator, SpeculatorContext
 
@@ -33,6 +42,8 @@ __all__ = ["Drafting", "LoadedModels", "load_models"]
 
 # Positions of a request when neither the config nor the model's position encoding limits them.
 UNLIMITED_MODEL_LEN = 4096
+
+Verify = Callable[[VerifyInputs], VerifyOutput]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +90,7 @@ class LoadedModels:
     target: Target
     target_kv: PagedKVView
     kv_pool: KVPool
-    rejection_sampler: RejectionSampler
+    rejection_sampler: Verify
     sharder: BatchSharder | None
     drafting: Drafting | None
     max_model_len: int
@@ -135,7 +146,7 @@ def load_models(
     )
     tokenizer = Tokenizer.load(directory)
     max_model_len = config.max_model_len or target.max_model_len or UNLIMITED_MODEL_LEN
-    rejection_sampler = make_rejection_sampler(config, target.vocab_size)
+    rejection_sampler = make_rejection_sampler(config, target.vocab_size, tp.device, registry)
     drafting = None
     if config.speculative is not None:
         report(f"loading speculator {config.speculative.model or config.speculative.method}")
@@ -163,17 +174,46 @@ def load_models(
     )
 
 
-def make_rejection_sampler(config: EngineConfig, vocab_size: int) -> RejectionSampler:
-    """The configured rejection sampler: the stock one, or one that a plugin registered."""
-    method = config.speculative.rejection_sample_method if config.speculative else "standard"
-    return RejectionSampler(method, vocab_size=vocab_size)
+def make_rejection_sampler(
+    config: EngineConfig,
+    vocab_size: int,
+    device: torch.device,
+    registry: Registry | None = None,
+) -> Verify:
+    """The configured rejection sampler: the stock one, or one that a plugin registered.
+
+    Args:
+        config: of the run.
+        vocab_size: of the target.
+        device: of the run.
+        registry: what is installed; None takes the process's.
+
+    Raises:
+        ConfigError: no plugin registers the configured name.
+        PluginError: its factory cannot be imported, or gives something that cannot be called.
+    """
+    name = config.rejection_sampler
+    if name is None:
+        method = config.speculative.rejection_sample_method if config.speculative else "standard"
+        return RejectionSampler(method, vocab_size=vocab_size)
+    factory = (registry or get_registry()).rejection_sampler(name)
+    sampler = factory.load_factory()(RejectionSamplerContext(config, vocab_size, device))
+    if not callable(sampler):
+        raise PluginError(
+            f"the factory of rejection sampler {name!r} gives no rejection sampler",
+            where=f"{factory.factory}(context)",
+            got=f"{type(sampler).__name__}; allowed: a callable from VerifyInputs to VerifyOutput",
+            fix="return an object with __call__",
+        )
+    verify: Verify = sampler
+    return verify
 
 
 def _load_drafting(
     config: EngineConfig,
     speculative: SpeculativeConfig,
     target: Target,
-    rejection_sampler: RejectionSampler,
+    rejection_sampler: Verify,
     tp: TensorParallel,
     max_model_len: int,
     registry: Registry | None,
@@ -227,6 +267,8 @@ def _allocate_kv(
         plan = drafting.plan
         layers += drafting.needs.kv_specs
         weights += drafting.speculator.weight_bytes()
+        if drafting.needs.needs_token_history:
+            weights += TokenHistory.num_bytes(config.max_num_seqs, max_model_len)
         cache_bytes = plan.bytes_per_rank + plan.side_bytes_per_rank
         replicated_bytes = plan.replicated_bytes_per_rank
         num_speculative_tokens = plan.num_speculative_tokens
