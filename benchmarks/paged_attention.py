@@ -173,15 +173,15 @@ def replay_us(given: tuple[tuple[Tensor, ...], dict[str, Any]]) -> str:
 
 def sweep() -> None:
     """Microseconds for other sizes of a program than `program_shape` gives, and other splits."""
-    from specreg.kernels.paged_attention import kernel, launch
+    from specreg.kernels.paged_attention import kernel, sizes
 
     cases = [Case(64, 1, 4096), Case(64, 8, 4096), Case(1, 8, 16_384)]
     given = [make(case) for case in cases]
     print("requests, queries, context:", *(tuple(case[:3]) for case in cases))
     chosen = kernel.program_shape
 
-    def resized(*sizes: int) -> launch.ProgramShape:
-        return launch.ProgramShape(*chosen(*sizes)[:2], *size)
+    def resized(*lanes: int) -> sizes.ProgramShape:
+        return sizes.ProgramShape(*chosen(*lanes)[:2], *size)
 
     kernel.program_shape = resized
     print("keys warps stages")
@@ -189,8 +189,8 @@ def sweep() -> None:
         print("{:4d} {:5d} {:6d}".format(*size), *map(replay_us, given))
     kernel.program_shape = chosen
     print("programs a processor")
-    for launch.PROGRAMS_PER_PROCESSOR in (1, 2, 4, 8):
-        print(f"{launch.PROGRAMS_PER_PROCESSOR:17d}", *map(replay_us, given))
+    for sizes.PROGRAMS_PER_PROCESSOR in (1, 2, 4, 8):
+        print(f"{sizes.PROGRAMS_PER_PROCESSOR:17d}", *map(replay_us, given))
 
 
 def main() -> None:

@@ -10,15 +10,15 @@ pytest.importorskip("triton")
 from offline import TARGETS, compile_offline
 
 from specreg.kernels.paged_attention import kernel as k
-from specreg.kernels.paged_attention.launch import (
+from specreg.kernels.paged_attention.arguments import (
     PartialArgs,
     PoolArgs,
     QueryArgs,
     TableArgs,
-    lanes_of,
-    program_shape,
     rule_args,
 )
+from specreg.kernels.paged_attention.sizes import lanes_of, program_shape
+from specreg.kernels.paged_attention.write.kernel import write_kv_kernel
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BLOCK_SIZE, NUM_KV_HEADS = 16, 8
@@ -100,7 +100,7 @@ def kernels(
         for name, dim in (("key", head_dim), ("value", value_dim))
     }
     yield (
-        k.write_kv_kernel,
+        write_kv_kernel,
         4,
         {
             **common,

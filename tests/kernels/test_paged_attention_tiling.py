@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specreg.kernels.paged_attention.launch import lanes_of, program_shape
+from specreg.kernels.paged_attention.sizes import lanes_of, program_shape
 from specreg.kernels.paged_attention.tiling import tile_tokens
 
 CPU = torch.device("cpu")

@@ -33,7 +33,12 @@ def specialisation(*arguments: Any) -> Hashable:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], key: Hashable, num_warps: int
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    key: Hashable,
+    num_warps: int,
+    **options: int,
 ) -> None:
     """Launch `kernel` on the current stream.
 
@@ -46,13 +51,14 @@ def launch(
         arguments: all of the kernel's, in order, constants too.
         key: distinguishes whatever the kernel may be specialised for; see `specialisation`.
         num_warps: warps of a program.
+        options: others of a Triton launch, such as `num_stages`.
     """
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-    full_key = (id(kernel), device, num_warps, key)
+    full_key = (id(kernel), device, num_warps, *options.items(), key)
     known = _compiled.get(full_key)
     if known is not None:
-        known[1][grid](*arguments)
+        known[1][(*grid, 1, 1)[:3]](*arguments)
         return
-    compiled = kernel[grid](*arguments, num_warps=num_warps)
+    compiled = kernel[grid](*arguments, num_warps=num_warps, **options)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[full_key] = (kernel, compiled)  # holding the kernel keeps its id its own

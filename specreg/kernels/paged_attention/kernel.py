@@ -1,4 +1,4 @@
-"""`paged_attention` and `write_kv` in Triton.
+"""`paged_attention` in Triton.
 
 A program of attention takes a tile: consecutive tokens of a request times the query heads of one
 key/value head. Small batches also split the keys of a tile among programs; a second launch combines
@@ -12,25 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specreg.kernels.paged_attention import launch
-from specreg.kernels.paged_attention.launch import (
+from specreg.kernels.paged_attention import arguments, sizes
+from specreg.kernels.paged_attention.arguments import (
     PartialArgs,
-    PoolArgs,
     QueryArgs,
-    TableArgs,
-    lanes_of,
+    launch_by_name,
+    packed,
     pool_args,
-    program_shape,
     rule_args,
+    table_args,
 )
+from specreg.kernels.paged_attention.sizes import lanes_of, program_shape
 from specreg.kernels.paged_attention.tiling import tile_tokens
 
-__all__ = ["paged_attention_triton", "write_kv_triton"]
+__all__ = ["paged_attention_triton"]
 
-CELLS_PER_PROGRAM = 4096
-
-LOG2E = tl.constexpr(launch.LOG2E)
-KEYS_PER_SPLIT = tl.constexpr(launch.KEYS_PER_SPLIT)
+LOG2E = tl.constexpr(arguments.LOG2E)
+KEYS_PER_SPLIT = tl.constexpr(sizes.KEYS_PER_SPLIT)
 
 
 @triton.jit
@@ -220,45 +218,6 @@ def combine_kernel(
     tl.store(out + at * VALUE_DIM + e, attended, mask=e < VALUE_DIM)
 
 
-@triton.jit
-def write_kv_kernel(
-    keys,
-    values,
-    table,
-    slots,
-    positions,
-    key,
-    value,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_LANES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-):
-    """Program (token, i): copy HEADS heads of a token to its cell; nothing for padding."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    position = tl.load(positions + token)
-    column = position // BLOCK_SIZE
-    if (slot < 0) | (column >= table.num_columns):
-        return
-    block = tl.load(table.blocks + slot * table.slot_stride + column).to(tl.int64)
-    cell = position % BLOCK_SIZE
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
-    d = tl.arange(0, KEY_LANES)[None, :]
-    mask = (head < NUM_HEADS) & (d < KEY_DIM)
-    data = tl.load(key.data + token * key.cell_stride + head * key.head_stride + d, mask=mask)
-    at = block * keys.block_stride + cell * keys.cell_stride + head * keys.head_stride
-    tl.store(keys.data + at + d, data, mask=mask)
-    e = tl.arange(0, VALUE_LANES)[None, :]
-    mask = (head < NUM_HEADS) & (e < VALUE_DIM)
-    data = tl.load(value.data + token * value.cell_stride + head * value.head_stride + e, mask=mask)
-    at = block * values.block_stride + cell * values.cell_stride + head * values.head_stride
-    tl.store(values.data + at + e, data, mask=mask)
-
-
 def paged_attention_triton(
     query: Tensor,
     key_pool: Tensor,
@@ -282,7 +241,7 @@ def paged_attention_triton(
 
     Others: see `paged_attention`.
     """
-    query = _packed(query)
+    query = packed(query)
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads, value_dim = value_pool.shape[1:]
     out = query.new_empty(num_tokens, num_heads, value_dim)
@@ -296,14 +255,16 @@ def paged_attention_triton(
     num_programs = num_kv_heads * triton.cdiv(group, shape.heads)
     if num_splits is None:
         max_keys = block_table.shape[1] * block_size
-        num_splits = launch.num_splits(tiling.num_tiles * num_programs, max_keys, query.device)
+        num_splits = sizes.num_splits(tiling.num_tiles * num_programs, max_keys, query.device)
     partials = None
     if num_splits > 1:
-        sizes = num_tokens, num_heads, num_splits
-        peak, total = torch.empty(2, *sizes, device=query.device).unbind()
-        attended = torch.empty(*sizes, value_dim, device=query.device)
+        shapes = num_tokens, num_heads, num_splits
+        peak, total = torch.empty(2, *shapes, device=query.device).unbind()
+        attended = torch.empty(*shapes, value_dim, device=query.device)
         partials = PartialArgs(peak, total, attended)
-    paged_attention_kernel[(tiling.num_tiles, num_programs, num_splits)](
+    launch_by_name(
+        paged_attention_kernel,
+        (tiling.num_tiles, num_programs, num_splits),
         out=out,
         partials=partials,
         query=QueryArgs(
@@ -317,7 +278,7 @@ def paged_attention_triton(
         ),
         keys=pool_args(key_pool),
         values=pool_args(value_pool),
-        table=_table_args(block_table),
+        table=table_args(block_table),
         rule=rule_args(scale, sliding_window, soft_cap, sinks),
         tile_starts=tiling.starts,
         tile_tokens=tiling.num_tokens,
@@ -335,7 +296,9 @@ def paged_attention_triton(
         num_stages=shape.num_stages,
     )
     if partials is not None:
-        combine_kernel[(num_tokens, num_heads)](
+        launch_by_name(
+            combine_kernel,
+            (num_tokens, num_heads),
             out=out,
             partials=partials,
             sinks=sinks,
@@ -344,47 +307,3 @@ def paged_attention_triton(
             VALUE_LANES=lanes[1],
         )
     return out
-
-
-def write_kv_triton(
-    key_pool: Tensor,
-    value_pool: Tensor,
-    block_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> None:
-    """Launch on the current stream: one kernel. No host synchronisation."""
-    if len(slots) == 0:
-        return
-    key, value = _packed(key), _packed(value)
-    num_heads, head_dim = key.shape[1:]
-    lanes = lanes_of(head_dim), lanes_of(value.shape[2])
-    heads = min(triton.next_power_of_2(num_heads), max(1, CELLS_PER_PROGRAM // max(lanes)))
-    write_kv_kernel[(len(slots), triton.cdiv(num_heads, heads))](
-        keys=pool_args(key_pool),
-        values=pool_args(value_pool),
-        table=_table_args(block_table),
-        slots=slots.contiguous(),
-        positions=positions.contiguous(),
-        key=PoolArgs(key, 0, key.stride(0), key.stride(1)),
-        value=PoolArgs(value, 0, value.stride(0), value.stride(1)),
-        NUM_HEADS=num_heads,
-        BLOCK_SIZE=key_pool.shape[1],
-        HEADS=heads,
-        KEY_DIM=head_dim,
-        KEY_LANES=lanes[0],
-        VALUE_DIM=value.shape[2],
-        VALUE_LANES=lanes[1],
-    )
-
-
-def _packed(rows: Tensor) -> Tensor:
-    """`rows` with stride 1 between the elements of a head."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _table_args(block_table: Tensor) -> TableArgs:
-    block_table = _packed(block_table)
-    return TableArgs(block_table, block_table.stride(0), block_table.shape[1])

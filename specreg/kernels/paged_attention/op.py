@@ -160,7 +160,7 @@ def write_kv(
             fix="allocate the pool with this layer's number of key/value heads and head dim",
         )
     if _takes_kernel(key_pool):
-        from specreg.kernels.paged_attention.kernel import write_kv_triton as implementation
+        from specreg.kernels.paged_attention.write.kernel import write_kv_triton as implementation
     else:
         implementation = write_kv_reference
     implementation(key_pool, value_pool, block_table, slots, positions, key, value)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from paged_attention_cases import Paged, ragged_rows, rows_of
 
-from specreg.kernels.paged_attention import kernel, launch
-from specreg.kernels.paged_attention.kernel import paged_attention_triton, write_kv_triton
+from specreg.kernels.paged_attention import kernel, sizes
+from specreg.kernels.paged_attention.kernel import paged_attention_triton
 from specreg.kernels.paged_attention.reference import (
     paged_attention_reference,
     write_kv_reference,
 )
+from specreg.kernels.paged_attention.write.kernel import write_kv_triton
 
 FP32, FP16 = torch.float32, torch.float16
 TOLERANCE = {FP32: 3e-6, FP16: 4e-3}
@@ -158,6 +159,6 @@ def test_splits_are_a_power_of_two_within_their_bounds():
     device = torch.device("cpu")
     for num_programs in (0, 1, 3, 500):
         for max_keys in (1, 256, 257, 5000, 10**6):
-            count = launch.num_splits(num_programs, max_keys, device)
+            count = sizes.num_splits(num_programs, max_keys, device)
             assert count & (count - 1) == 0
             assert 1 <= count <= min(32, -(-max_keys // 256))

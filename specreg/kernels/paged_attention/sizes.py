@@ -1,4 +1,4 @@
-"""How `paged_attention` is laid out on a device: arguments in groups, sizes of its programs."""
+"""How `paged_attention` is laid out on a device: sizes and number of its programs."""
 
 from __future__ import annotations
 
@@ -6,78 +6,15 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from specreg.ownership import cdiv
 
-__all__ = [
-    "KEYS_PER_SPLIT",
-    "LOG2E",
-    "PartialArgs",
-    "PoolArgs",
-    "ProgramShape",
-    "QueryArgs",
-    "RuleArgs",
-    "TableArgs",
-    "lanes_of",
-    "num_splits",
-    "pool_args",
-    "program_shape",
-    "rule_args",
-]
+__all__ = ["KEYS_PER_SPLIT", "ProgramShape", "lanes_of", "num_splits", "program_shape"]
 
-LOG2E = 1.4426950408889634
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256  # at least: fewer are read faster than partial results are combined
 PROGRAMS_PER_PROCESSOR = 4
 MIN_LANES = 16  # of each side of a matrix product in Triton
-
-
-class QueryArgs(NamedTuple):
-    """Packed queries and, a token, their addresses."""
-
-    data: Tensor
-    token_stride: int
-    head_stride: int
-    slots: Tensor
-    positions: Tensor
-    kv_lens: Tensor
-    num_heads: int
-
-
-class PoolArgs(NamedTuple):
-    """A pool of keys or of values."""
-
-    data: Tensor
-    block_stride: int
-    cell_stride: int
-    head_stride: int
-
-
-class TableArgs(NamedTuple):
-    """Blocks of each slot."""
-
-    blocks: Tensor
-    slot_stride: int
-    num_columns: int
-
-
-class RuleArgs(NamedTuple):
-    """How keys are weighed. Weights are powers of 2: what multiplies a score last holds log2(e)."""
-
-    scale: float
-    soft_cap: float | None
-    sliding_window: int | None
-    sinks: Tensor | None
-
-
-class PartialArgs(NamedTuple):
-    """What splits leave: peak and denominator of the softmax `[tokens, heads, splits]`, weighted
-    values `[tokens, heads, splits, value_head_dim]`; all fp32."""
-
-    peak: Tensor
-    total: Tensor
-    attended: Tensor
 
 
 class ProgramShape(NamedTuple):
@@ -132,17 +69,3 @@ def num_splits(num_programs: int, max_keys: int, device: torch.device) -> int:
     most = min(MAX_SPLITS, cdiv(max_keys, KEYS_PER_SPLIT))
     wanted = cdiv(PROGRAMS_PER_PROCESSOR * _num_processors(device), max(num_programs, 1))
     return 1 << (min(most, wanted).bit_length() - 1)
-
-
-def pool_args(pool: Tensor) -> PoolArgs:
-    """The kernel argument for a pool whose last dimension is contiguous."""
-    return PoolArgs(pool, pool.stride(0), pool.stride(1), pool.stride(2))
-
-
-def rule_args(
-    scale: float, sliding_window: int | None, soft_cap: float | None, sinks: Tensor | None
-) -> RuleArgs:
-    """The kernel argument for the options of `paged_attention`."""
-    if soft_cap is None:
-        return RuleArgs(scale * LOG2E, None, sliding_window, sinks)
-    return RuleArgs(scale / soft_cap, soft_cap * LOG2E, sliding_window, sinks)

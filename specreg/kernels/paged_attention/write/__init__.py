@@ -1,0 +1,1 @@
+"""The Triton kernel of `write_kv`."""
