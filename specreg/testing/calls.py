@@ -22,7 +22,7 @@ TEMPERATURES = (0.0, 1e-6, 1.0, 0.7, 1.0, 0.0, 1.3)
 MAX_TOKENS = 9
 DISTRIBUTION_PROMPT = (3, 4, 5, 6, 3, 4, 5)
 NUM_SAMPLED_TOKENS = 4
-NUM_SAMPLES = 1000
+NUM_SAMPLES = 776  # eight times the slots they run in
 
 Call = tuple[Sequence[Sequence[int]], Sequence[SamplingParams]]
 
@@ -47,6 +47,14 @@ CALLS: Mapping[str, Call] = {
     "alone": (PROMPTS[3:4], [_params(TEMPERATURES[3], 203)]),
     "alone again": (PROMPTS[3:4], [_params(TEMPERATURES[3], 203)]),
     "pair": (PROMPTS[2:4], [_params(TEMPERATURES[2], 202), _params(TEMPERATURES[3], 203)]),
+    # Two requests that fit together at first, and not to their ends, into KV for one of them.
+    "crowded": (
+        [PROMPTS[3], PROMPTS[3][::-1]],
+        [
+            SamplingParams(max_tokens=20, temperature=0.0, seed=300 + i, ignore_eos=True)
+            for i in range(2)
+        ],
+    ),
     # One prompt, many seeds.
     "many": (
         [DISTRIBUTION_PROMPT] * NUM_SAMPLES,

@@ -28,6 +28,7 @@ from specreg.runtime.workers import RankGroup
 from specreg.speculator import Speculator, SpeculatorContext
 from specreg.testing.calls import CALLS
 from specreg.testing.observed import ObservedSpeculator, Twist, observed_spec
+from specreg.testing.rank_pool import RankPool
 from specreg.testing.recorded_sampler import RecordedRejectionSampler
 from specreg.testing.recording import RankLog
 from specreg.testing.subject import Subject
@@ -36,6 +37,8 @@ from specreg.testing.turn_ranks import TurnGroup, TurnRank
 __all__ = ["Lab", "Run", "Settings", "engine_config"]
 
 MAX_MODEL_LEN = 64
+BLOCK_SIZE = 8
+BLOCKS_PER_REQUEST = MAX_MODEL_LEN // BLOCK_SIZE
 CLOSE = b"close"
 # Approximates no distribution of the target: it accepts at given rates.
 NOT_LOSSLESS = "synthetic"
@@ -88,15 +91,13 @@ class Run:
 
 def engine_config(subject: Subject, settings: Settings, drafts: str) -> EngineConfig:
     """The configuration of a run."""
-    block_size = 8
-    blocks_per_request = MAX_MODEL_LEN // block_size
     config: dict[str, Any] = {
         "target": subject.target,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.chunk,
-        "block_size": block_size,
-        "num_kv_blocks": settings.num_kv_blocks or blocks_per_request * settings.max_num_seqs,
+        "block_size": BLOCK_SIZE,
+        "num_kv_blocks": settings.num_kv_blocks or BLOCKS_PER_REQUEST * settings.max_num_seqs,
         "tensor_parallel_size": settings.tp,
         "enable_batch_sharded_sampling": settings.tp > 1,
         "draft_logits_sharding": settings.sharding,
@@ -120,12 +121,20 @@ class Lab:
         selection: of its speculator.
         tps: numbers of ranks to prove it for.
         notes: what checks keep for each other.
+        pool: rank processes; its own, started when they are needed, unless one was given.
         max_model_len: of every engine.
+        blocks_per_request: KV blocks of a request of that length.
     """
 
     max_model_len = MAX_MODEL_LEN
+    blocks_per_request = BLOCKS_PER_REQUEST
 
-    def __init__(self, subject: Subject, tps: tuple[int, ...] = (1, 2, 3, 4)) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        tps: tuple[int, ...] = (1, 2, 3, 4),
+        pool: RankPool | None = None,
+    ) -> None:
         self.subject = subject
         self.tps = tps
         self.registry = subject.registry()
@@ -136,6 +145,8 @@ class Lab:
         self.capabilities: Capabilities = self.selection.spec.capabilities_for(
             self.selection.draft_config
         )
+        self.pool = pool or RankPool(max(tps))
+        self._owns_pool = pool is None
         self._engines: dict[Settings, _TurnEngine | Exception] = {}
         self.notes: dict[str, Any] = {}
         self._runs: dict[tuple[Settings, str], Run | BaseException] = {}
@@ -223,6 +234,8 @@ class Lab:
             if isinstance(engine, _TurnEngine):
                 engine.close()
         self._engines = {}
+        if self._owns_pool:
+            self.pool.close()
 
     def __enter__(self) -> Lab:
         return self

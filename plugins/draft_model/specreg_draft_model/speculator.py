@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from specreg.errors import CheckpointError
@@ -14,9 +16,12 @@ from specreg.speculator import (
     SpeculatorContext,
     TargetView,
 )
+from specreg_draft_model.config_keys import unknown_keys
 from specreg_draft_model.expanded_prefill import expand_prefill
 
 __all__ = ["DraftModelSpeculator"]
+
+logger = logging.getLogger(__name__)
 
 
 class DraftModelSpeculator(SpeculatorBase):
@@ -42,6 +47,12 @@ class DraftModelSpeculator(SpeculatorBase):
             CheckpointError: its vocabulary is not the target's.
         """
         assert self.context.draft_path is not None
+        if unknown := unknown_keys(self.context.draft_config):
+            logger.warning(
+                "%s: config.json has keys that its architecture does not read: %s",
+                self.context.draft_path,
+                ", ".join(unknown),
+            )
         self.model = HFDecoder.load(
             self.context.draft_path, dtype=self.context.dtype, device=self.context.device
         )

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specreg.testing.checks import cache, lossless, protocol, scheduling
+from specreg.testing.checks import (
+    cache,
+    checkpoints,
+    lossless,
+    processes,
+    protocol,
+    scheduling,
+)
 from specreg.testing.checks.result import Check, CheckResult
 from specreg.testing.lab import Lab
 
@@ -15,6 +22,8 @@ CHECKS: tuple[Check, ...] = (
     *cache.CHECKS,
     *scheduling.CHECKS,
     *lossless.CHECKS,
+    *checkpoints.CHECKS,
+    *processes.CHECKS,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ __all__ = ["CHECKS"]
 
 SIGMA = 5.0
 SMALLEST_GAP = 1e-4
-NUM_SLOTS_MANY = 61
+NUM_SLOTS_MANY = 97
+NUM_BATCHED_TOKENS = 1024
 # Of the call "many"; their joint law is enumerated, and what follows them is not looked at.
 NUM_JUDGED_TOKENS = 3
 
@@ -89,11 +91,12 @@ def acceptance(lab: Lab) -> Iterator[Case]:
 
 def _many(lab: Lab) -> Iterator[Settings]:
     """One rank with everything; and two, which I2 and the seeds tie to all the others."""
+    many = lab.plain(max_num_seqs=NUM_SLOTS_MANY, chunk=NUM_BATCHED_TOKENS)
     for layout in lab.layouts:
         for method in lab.rejection_methods:
-            yield Settings(max_num_seqs=NUM_SLOTS_MANY, layout=layout, rejection=method)
+            yield replace(many, layout=layout, rejection=method)
     if lab.has_cache and 2 in lab.tps:
-        yield Settings(tp=2, max_num_seqs=NUM_SLOTS_MANY, layout=lab.layouts[0])
+        yield replace(many, tp=2)
 
 
 def _wrong_acceptance(run: Run, call: str) -> Iterator[str]:
