@@ -14,6 +14,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
 from specreg.kernels.cache_candidates.op import cache_candidates
 from specreg.kernels.draft_sample.op import draft_sample
+from specreg.kernels.gumbel_sample.op import gumbel_sample
 from specreg.kernels.paged_attention.op import paged_attention, write_kv
 from specreg.kernels.rejection_sample.op import rejection_sample
 from specreg.kernels.shard_plan.op import shard_plan
@@ -23,6 +24,7 @@ __all__ = [
     "ShardPlan",
     "cache_candidates",
     "draft_sample",
+    "gumbel_sample",
     "paged_attention",
     "rejection_sample",
     "shard_plan",

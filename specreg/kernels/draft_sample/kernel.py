@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels.common.kernel import (
     LOGIT_MAX,
     UNIT_BITS,
@@ -17,9 +16,8 @@ from specreg.kernels.common.kernel import (
 )
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample import reference
-from specreg.kernels.drafting.args import RowArgs, WordArgs, cells_of
+from specreg.kernels.drafting.args import RowArgs, Store, WordArgs, store_of
 from specreg.kernels.drafting.kernel import (
-    GRID_ROWS,
     MASS_SCALE,
     MASS_UNIT,
     block_columns,
@@ -38,7 +36,7 @@ from specreg.kernels.drafting.kernel import (
 )
 from specreg.kernels.random.kernel import STREAM_DRAFT, random_words
 
-__all__ = ["draft_sample_triton"]
+__all__ = ["draft_sample_triton", "fill_scattered"]
 
 BLOCKS_PER_PROGRAM = 8
 NUM_WARPS = 4
@@ -164,12 +162,12 @@ def draft_sample_blocks_kernel(
 
 @triton.jit
 def _load_block(logits, logits_stride, cells, token, block, num_columns, BLOCK_SIZE: tl.constexpr):
-    """Logits of one block as they are stored: rounded to the cache's dtype."""
+    """fp32 logits of one block as they are stored: rounded to the cache's dtype."""
     columns = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     x = load_columns(logits + token * logits_stride, columns, num_columns, False)
     if cells is not None:
         x = x.to(cells.data.dtype.element_ty)
-    return x
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -274,6 +272,18 @@ def draft_sample_fill_kernel(
         tl.store(row + columns, float("-inf"), mask=columns < vocab_size)
 
 
+def fill_scattered(store: Store, rows: RowArgs, num_tokens: int, vocab_size: int) -> None:
+    """Launch: -inf into the owned rows that the next launch scatters into."""
+    draft_sample_fill_kernel[(-(-vocab_size // FILL_SIZE), *store.grid_rows)](
+        cells=store.cells,
+        rows=rows,
+        num_tokens=num_tokens,
+        vocab_size=vocab_size,
+        NUM_SHARDS=store.num_shards,
+        FILL_SIZE=FILL_SIZE,
+    )
+
+
 def draft_sample_triton(
     logits: Tensor,
     idx_mapping: Tensor,
@@ -288,45 +298,30 @@ def draft_sample_triton(
     num_nans: Tensor | None,
 ) -> Tensor:
     """Launch on the current stream: two kernels, three to scatter into a dense cache. No sync."""
-    num_tokens, width = logits.shape
+    num_tokens = len(idx_mapping)
     ids = torch.empty_like(idx_mapping)
     if num_tokens == 0:
         return ids
-    num_columns = min(width, vocab_size) if target_ids is None else target_ids.shape[0]
-    cells = statistics = scattered = None
-    num_shards, width = 1, num_columns
-    if cache is not None:
-        cells, statistics = cells_of(cache)
-        num_shards, width = cache.shard.num_shards, cache.logits.shape[2]
-        if target_ids is not None and cache.layout is DraftLogitsLayout.DENSE:
-            scattered, width = target_ids, num_columns
-    num_blocks = -(-width // BLOCK_SIZE)
+    store = store_of(logits, cache, vocab_size, target_ids)
+    num_blocks, logits_stride = store.num_blocks, logits.stride(0)
     blocks = torch.empty(num_tokens * num_blocks, dtype=torch.int64, device=logits.device)
     rows = RowArgs(idx_mapping, steps, temperature)
-    grid_rows = (min(num_tokens, GRID_ROWS.value), -(-num_tokens // GRID_ROWS.value))
-    if scattered is not None:
-        draft_sample_fill_kernel[(-(-vocab_size // FILL_SIZE), *grid_rows)](
-            cells=cells,
-            rows=rows,
-            num_tokens=num_tokens,
-            vocab_size=vocab_size,
-            NUM_SHARDS=num_shards,
-            FILL_SIZE=FILL_SIZE,
-        )
+    if store.scattered is not None:
+        fill_scattered(store, rows, num_tokens, vocab_size)
     padded = 1 << (num_blocks - 1).bit_length()
     blocks_per_program = min(BLOCKS_PER_PROGRAM, padded)
-    draft_sample_blocks_kernel[(-(-num_blocks // blocks_per_program), *grid_rows)](
+    draft_sample_blocks_kernel[(-(-num_blocks // blocks_per_program), *store.grid_rows)](
         blocks=blocks,
-        cells=cells,
+        cells=store.cells,
         logits=logits,
-        logits_stride=logits.stride(0),
+        logits_stride=logits_stride,
         rows=rows,
-        target_ids=scattered,
+        target_ids=store.scattered,
         num_tokens=num_tokens,
-        num_columns=num_columns,
-        width=width,
+        num_columns=store.num_columns,
+        width=store.width,
         num_blocks=num_blocks,
-        NUM_SHARDS=num_shards,
+        NUM_SHARDS=store.num_shards,
         NUM_BLOCKS=blocks_per_program,
         BLOCK_SIZE=BLOCK_SIZE,
         VECTOR=16 // logits.element_size(),
@@ -335,17 +330,17 @@ def draft_sample_triton(
     draft_sample_tokens_kernel[(num_tokens,)](
         ids=ids,
         num_nans=num_nans,
-        statistics=statistics,
+        statistics=store.statistics,
         blocks=blocks,
-        cells=cells,
+        cells=store.cells,
         logits=logits,
-        logits_stride=logits.stride(0),
+        logits_stride=logits_stride,
         rows=rows,
         words=WordArgs(positions, seeds),
         target_ids=target_ids,
-        num_columns=num_columns,
+        num_columns=store.num_columns,
         num_blocks=num_blocks,
-        NUM_SHARDS=num_shards,
+        NUM_SHARDS=store.num_shards,
         NUM_BLOCKS=padded,
         BLOCK_SIZE=BLOCK_SIZE,
         num_warps=TOKEN_WARPS,

@@ -24,7 +24,7 @@ from specreg.kernels.common.reference import (
 from specreg.kernels.common.view import CELL_EMPTY, CELL_STORED, DraftLogitsView
 from specreg.kernels.random import STREAM_DRAFT, random_words_reference
 
-__all__ = ["BLOCK_SIZE", "Blocks", "draft_sample_reference"]
+__all__ = ["BLOCK_SIZE", "Blocks", "draft_sample_reference", "store_rows"]
 
 BLOCK_SIZE = 512  # one word resolves 512 columns, another their 485 blocks at 248,320 columns
 MASS_BITS = 33  # block masses are drawn in multiples of 2^-33
@@ -129,16 +129,8 @@ def draft_sample_reference(
         if num_nans is not None:
             num_nans.index_add_(0, slots, (blocks.has_nan | is_empty).int())
         if cache is not None:
-            row = owned_row_reference(slots, cache.shard.num_shards, cache.shard.shard_idx)
-            owned = row >= 0
-            cell = (row[owned], token_steps[owned])
-            is_scattered = cache.layout is DraftLogitsLayout.DENSE
-            _store(cache.logits, cell, rows[owned], target_ids if is_scattered else None)
-            cache.temperature[cell] = drawn_at[owned]
-            cache.logsumexp[cell] = torch.where(is_drawn, logsumexp, 0.0)[owned]
-            cache.state[cell] = torch.where(is_empty, CELL_EMPTY, CELL_STORED)[owned].to(
-                torch.uint8
-            )
+            logsumexp = torch.where(is_drawn, logsumexp, 0.0)
+            store_rows(cache, slots, token_steps, rows, target_ids, drawn_at, logsumexp, is_empty)
     return ids
 
 
@@ -159,14 +151,36 @@ def _drawn(blocks: Blocks, temperature: Tensor, words: Tensor) -> tuple[Tensor, 
     return block, lane, blocks.peak.amax(-1) / temperature + total.log()
 
 
-def _store(
-    cache: Tensor, cell: tuple[Tensor, Tensor], rows: Tensor, target_ids: Tensor | None
+def store_rows(
+    cache: DraftLogitsView,
+    slots: Tensor,
+    steps: Tensor,
+    rows: Tensor,
+    target_ids: Tensor | None,
+    drawn_at: Tensor,
+    logsumexp: Tensor,
+    is_empty: Tensor,
 ) -> None:
-    """Write whole rows: -inf in the target columns that the drafter does not have."""
-    if target_ids is None:
-        num_columns = rows.shape[1]
-        cache[(*cell, slice(num_columns))] = rows
-        cache[(*cell, slice(num_columns, None))] = -torch.inf
+    """Write the cells of owned requests whole; -inf where the drafter has no column.
+
+    Args:
+        cache: dense or of a reduced vocabulary.
+        slots, steps: int64, one a row.
+        rows: in the cache's dtype, a row of draft columns each.
+        target_ids: target id of each draft column; None where they are the same.
+        drawn_at, logsumexp, is_empty: statistics and whether there is nothing to draw, one a row.
+    """
+    row = owned_row_reference(slots, cache.shard.num_shards, cache.shard.shard_idx)
+    owned = row >= 0
+    cell = (row[owned], steps[owned])
+    rows = rows[owned]
+    if target_ids is not None and cache.layout is DraftLogitsLayout.DENSE:
+        cache.logits[cell] = -torch.inf
+        cache.logits[cell[0][:, None], cell[1][:, None], target_ids] = rows
     else:
-        cache[cell] = -torch.inf
-        cache[cell[0][:, None], cell[1][:, None], target_ids] = rows
+        num_columns = rows.shape[1]
+        cache.logits[(*cell, slice(num_columns))] = rows
+        cache.logits[(*cell, slice(num_columns, None))] = -torch.inf
+    cache.temperature[cell] = drawn_at[owned]
+    cache.logsumexp[cell] = logsumexp[owned]
+    cache.state[cell] = torch.where(is_empty, CELL_EMPTY, CELL_STORED)[owned].to(torch.uint8)

@@ -6,9 +6,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels.common.view import DraftLogitsView
+from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 
-__all__ = ["LogitsCells", "RowArgs", "StatisticsCells", "WordArgs", "cells_of"]
+__all__ = [
+    "GRID_ROWS",
+    "LogitsCells",
+    "RowArgs",
+    "StatisticsCells",
+    "Store",
+    "WordArgs",
+    "cells_of",
+    "store_of",
+]
+
+GRID_ROWS = 32768  # a grid's second dimension is 16 bits wide
 
 
 class RowArgs(NamedTuple):
@@ -67,3 +80,48 @@ def cells_of(cache: DraftLogitsView) -> tuple[LogitsCells, StatisticsCells]:
         )
         cache.__dict__["_cells"] = made
     return made
+
+
+class Store(NamedTuple):
+    """What launches need to know of logits and of where they go.
+
+    Attributes:
+        num_columns: columns that are sampled from.
+        width: columns of a stored row, -inf beyond `num_columns`; as many where rows are scattered.
+        num_blocks: blocks of `width` columns.
+        num_shards: of the cache.
+        cells, statistics: the cache; None without one.
+        scattered: target id of each column where rows are scattered into dense ones, else None.
+        grid_rows: grid behind the chunks of a row, for `token_of_program`.
+    """
+
+    num_columns: int
+    width: int
+    num_blocks: int
+    num_shards: int
+    cells: LogitsCells | None
+    statistics: StatisticsCells | None
+    scattered: Tensor | None
+    grid_rows: tuple[int, int]
+
+
+def store_of(
+    logits: Tensor, cache: DraftLogitsView | None, vocab_size: int, target_ids: Tensor | None
+) -> Store:
+    """How logits are cut into blocks and stored."""
+    num_tokens, width = logits.shape
+    num_columns = min(width, vocab_size) if target_ids is None else target_ids.shape[0]
+    width, num_shards = num_columns, 1
+    cells = statistics = scattered = None
+    if cache is not None:
+        cells, statistics = cells_of(cache)
+        num_shards = cache.shard.num_shards
+        if target_ids is not None and cache.layout is DraftLogitsLayout.DENSE:
+            scattered = target_ids
+        else:
+            width = cache.logits.shape[2]
+    grid_rows = (min(num_tokens, GRID_ROWS), -(-num_tokens // GRID_ROWS))
+    num_blocks = -(-width // BLOCK_SIZE)
+    return Store(
+        num_columns, width, num_blocks, num_shards, cells, statistics, scattered, grid_rows
+    )

@@ -6,9 +6,9 @@ import triton.language as tl
 from specreg.kernels.common import view
 from specreg.kernels.common.kernel import SUM_BITS, owned_row
 from specreg.kernels.draft_sample import reference
+from specreg.kernels.drafting import args
 
 __all__ = [
-    "GRID_ROWS",
     "LANES",
     "LOG2E",
     "MASS_SCALE",
@@ -20,6 +20,7 @@ __all__ = [
     "load_columns",
     "load_temperature",
     "logits_cell",
+    "ordered",
     "pack",
     "peak_of",
     "store_columns",
@@ -30,7 +31,7 @@ __all__ = [
 
 CELL_EMPTY = tl.constexpr(view.CELL_EMPTY)
 CELL_STORED = tl.constexpr(view.CELL_STORED)
-GRID_ROWS = tl.constexpr(32768)  # a grid's second dimension is 16 bits wide
+GRID_ROWS = tl.constexpr(args.GRID_ROWS)
 LANES = tl.constexpr(32)
 LOG2E = tl.constexpr(1.4426950408889634)
 MASS_SCALE = tl.constexpr(2.0 ** (reference.MASS_BITS - SUM_BITS.value))
@@ -107,7 +108,7 @@ def _larger_or_nan(a, b):
 
 
 @triton.jit
-def _ordered(bits):
+def ordered(bits):
     """Between the bits of fp32 values and int32 values in the same order; its own inverse."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -119,8 +120,8 @@ def block_peaks(x):
     Lanes are compared as integers, for which a warp has an instruction.
     """
     by_lane = tl.reduce(tl.reduce(x, 3, _larger_or_nan), 0, _larger_or_nan)
-    bits = tl.where(by_lane != by_lane, 0x7FFFFFFF, _ordered(by_lane.to(tl.int32, bitcast=True)))
-    return _ordered(tl.max(bits, 1)).to(tl.float32, bitcast=True)
+    bits = tl.where(by_lane != by_lane, 0x7FFFFFFF, ordered(by_lane.to(tl.int32, bitcast=True)))
+    return ordered(tl.max(bits, 1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
