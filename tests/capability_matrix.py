@@ -167,4 +167,6 @@ class Named:
     exceptions: tuple[Row, ...] = ()
 
 
-REGISTERED: Mapping[str, Named] = MappingProxyType({"draft_model": Named("dense")})
+REGISTERED: Mapping[str, Named] = MappingProxyType(
+    {"draft_model": Named("dense"), "ngram": Named("argmax only")}
+)

@@ -53,7 +53,7 @@ class TokenHistory:
         places = torch.where(is_token, batch.positions.unsqueeze(1) + steps, self._max_model_len)
         self._write(slots.unsqueeze(1).expand_as(places), places, sampled)
         lengths = torch.where(batch.num_logits > 0, batch.positions, batch.positions - 1)
-        lengths = lengths + num_sampled
+        lengths = torch.where(slots >= 0, lengths + num_sampled, 0)
         max_len = min(batch.max_num_tokens + 1, self._max_model_len)
         tokens = self._tokens[slots, :max_len].to(torch.int64)
         columns = torch.arange(max_len, device=tokens.device)
