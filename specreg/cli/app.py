@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
+from specreg.cli.check import check
 from specreg.cli.generate import generate
 from specreg.cli.list import list_speculators
 from specreg.cli.new import new
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("check")(check)
 app.command("generate")(generate)
 app.command("list")(list_speculators)
 app.command("new")(new)

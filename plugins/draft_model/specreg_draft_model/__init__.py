@@ -33,6 +33,7 @@ def specreg_speculators() -> list[SpeculatorSpec]:
             factory="specreg_draft_model.speculator:DraftModelSpeculator",
             capabilities=CAPABILITIES,
             target_needs=target_needs,
+            tiny_subject="specreg_draft_model.tiny:tiny_subject",
             summary="a smaller language model with the target's vocabulary",
         )
     ]

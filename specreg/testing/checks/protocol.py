@@ -58,7 +58,7 @@ def output(lab: Lab) -> Iterator[Case]:
     """What `propose` returns, in every combination."""
 
     def problems(settings: Settings) -> list[str]:
-        return violations(lab.run(settings, "greedy"), "output")
+        return violations(lab.run(settings, "mixed"), "output")
 
     yield from each(lab, combinations(lab), problems)
 
