@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specreg.kernels.common.reference import clean_logits_reference
+from specreg.kernels.common.upload import upload
 
 __all__ = ["LogprobsFormat", "LogprobsQuery", "TokenLogprobs"]
 
@@ -90,7 +91,7 @@ class LogprobsFormat(NamedTuple):
         Returns:
             int64 `[num_logits, width]`; columns that the request did not ask for are undefined.
         """
-        asked = torch.tensor(query.token_ids, dtype=torch.int64, device=logits.device)
+        asked = upload(torch.tensor(query.token_ids, dtype=torch.int64), logits.device)
         size = max(1, CHUNK_ELEMENTS // logits.shape[1])
         parts = [
             self._pack(rows, ids, asked, query.num_top)

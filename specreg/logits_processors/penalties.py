@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specreg.kernels.common.upload import upload
 from specreg.logits_processors.protocol import rows_of_slots
 
 __all__ = ["Penalties"]
@@ -107,7 +108,7 @@ def _count_prefixes(in_output: Tensor, local_pos: Tensor, drafts: Tensor) -> Ten
     """int32 `[num_rows, V]`: `in_output` and, in each row, the drafts of the rows before it."""
     counts = in_output.repeat(len(drafts), 1)
     is_before = local_pos.unsqueeze(1) > local_pos.unsqueeze(0)
-    rows, before = is_before.nonzero().T.to(drafts.device, non_blocking=True)
+    rows, before = upload(is_before.nonzero().T.contiguous(), drafts.device)
     tokens = drafts[before]
     is_token = (tokens >= 0) & (tokens < in_output.numel())
     tokens = torch.where(is_token, tokens, 0)

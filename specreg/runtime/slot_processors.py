@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specreg.kernels.common.upload import upload
 from specreg.logits_processors import (
     AllowedTokenBitmask,
     AllowedTokenIds,
@@ -75,7 +76,7 @@ class SlotProcessors:
         for row in rows:
             if row.bitmasks and self._shard.owns(row.slot):
                 words = torch.frombuffer(decode_masks(row.bitmasks), dtype=torch.int32)
-                self._bitmask.set(row.slot, words.view(row.num_logits, -1).to(self._device))
+                self._bitmask.set(row.slot, upload(words.view(row.num_logits, -1), self._device))
 
     def works_for(self, slot: int) -> bool:
         """Whether the slot's rows are changed. Host state only."""
