@@ -12,7 +12,7 @@ from specreg.errors import TensorError
 from specreg.kernels import rejection_sample
 
 LAYOUTS = list(DraftLogitsLayout)
-METHODS = ["standard"]
+METHODS = ["standard", "block"]
 VOCAB_SIZE = 1500
 
 

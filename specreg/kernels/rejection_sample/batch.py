@@ -49,6 +49,7 @@ class RejectionBatch:
     seeds: Tensor
     cache: DraftLogitsView | None
     vocab_size: int
+    acceptance_rates: Tensor | None = None
 
     @property
     def num_reqs(self) -> int:

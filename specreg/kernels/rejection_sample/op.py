@@ -14,7 +14,9 @@ from specreg.kernels.common.checks import FLOATS, INDICES, check_tensor
 from specreg.kernels.common.dispatch import uses_triton
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.block.reference import block_sample_reference
 from specreg.kernels.rejection_sample.reference import rejection_sample_reference
+from specreg.kernels.rejection_sample.synthetic.reference import synthetic_sample_reference
 
 __all__ = ["METHODS", "rejection_sample"]
 
@@ -27,9 +29,29 @@ def _standard(batch: RejectionBatch) -> RejectionOutput:
     return rejection_sample_reference(batch)
 
 
+def _block(batch: RejectionBatch) -> RejectionOutput:
+    if uses_triton(batch.target_logits.device):
+        from specreg.kernels.rejection_sample.block.kernel import block_sample_triton
+
+        return block_sample_triton(batch)
+    return block_sample_reference(batch)
+
+
+def _synthetic(batch: RejectionBatch) -> RejectionOutput:
+    if uses_triton(batch.target_logits.device):
+        from specreg.kernels.rejection_sample.synthetic.kernel import synthetic_sample_triton
+
+        return synthetic_sample_triton(batch)
+    return synthetic_sample_reference(batch)
+
+
 LAYOUTS = frozenset(DraftLogitsLayout)  # that every method reads
 
-METHODS: dict[str, Callable[[RejectionBatch], RejectionOutput]] = {"standard": _standard}
+METHODS: dict[str, Callable[[RejectionBatch], RejectionOutput]] = {
+    "standard": _standard,
+    "block": _block,
+    "synthetic": _synthetic,
+}
 
 
 def rejection_sample(
@@ -44,9 +66,15 @@ def rejection_sample(
     *,
     vocab_size: int,
     method: str = "standard",
+    acceptance_rates: Tensor | None = None,
 ) -> RejectionOutput:
     """Verify draft tokens: keep a prefix of them and draw one more token, so that what is emitted
     follows the target distribution exactly.
+
+    Methods, each on the page of its package: `standard` judges drafts one by one
+    (`specreg.kernels.rejection_sample`), `block` a round's drafts together, which keeps more of
+    them (`...block`), and `synthetic` accepts at given rates and is not exact: it is for benchmarks
+    (`...synthetic`).
 
     Row `i` of a request decides the token at `positions + i` and judges draft `i`; the last of its
     rows judges none. Without drafts the token is a plain draw from the target.
@@ -55,7 +83,7 @@ def rejection_sample(
       argmax.
     - A draft of -1, or at or beyond `vocab_size`, is rejected and the token drawn from the target.
       So is one whose cache cell is not stored for this proposal (cleared, owned by another rank, or
-      bare: whoever stores logits without statistics computes these before verifying), or gives the
+      bare: `cell_statistics` is to be called before), or gives the
       draft probability 0.
     - Without a cache, or where the cell's temperature is 0, drafts are taken as argmaxes.
     - NaN counts as -inf, logits above 2^100 as 2^100. A row without a logit above -inf gives
@@ -78,7 +106,9 @@ def rejection_sample(
         seeds: int64 `[max_num_seqs]` by slot.
         cache: the draft logits that this rank keeps; read only.
         vocab_size: columns of the target's vocabulary.
-        method: how drafts are judged; see `METHODS`.
+        method: how drafts are judged: `"standard"`, `"block"` or `"synthetic"`.
+        acceptance_rates: fp32 `[num_speculative_tokens]` of `synthetic`, which needs them, and no
+            other: the probability that the drafts 0 .. i are all accepted; does not increase.
 
     Returns:
         `RejectionOutput(sampled, num_sampled, num_nans)`, newly allocated.
@@ -104,8 +134,10 @@ def rejection_sample(
         seeds=seeds,
         cache=cache,
         vocab_size=vocab_size,
+        acceptance_rates=acceptance_rates,
     )
     _check(batch)
+    _check_rates(batch, method)
     return METHODS[method](batch)
 
 
@@ -156,6 +188,29 @@ def _check(batch: RejectionBatch) -> None:
             )
     if device.type == "cpu":
         _check_values(batch)
+
+
+def _check_rates(batch: RejectionBatch, method: str) -> None:
+    rates = batch.acceptance_rates
+    if (rates is not None) != (method == "synthetic"):
+        raise TensorError(
+            "acceptance rates go with synthetic acceptance",
+            where="rejection_sample(method, acceptance_rates)",
+            got=f"{'None' if rates is None else 'rates'} with method {method!r}; allowed: rates "
+            "with 'synthetic', and with it alone",
+            fix="pass both or neither",
+        )
+    if rates is not None:
+        where = "rejection_sample(acceptance_rates)"
+        check_tensor(
+            where,
+            rates,
+            shape=(batch.draft_tokens.shape[1],),
+            dtypes=(torch.float32,),
+            device=batch.target_logits.device,
+            fix="pass one rate a draft, where the logits are",
+        )
+        check_strides(where, rates, rates.is_contiguous(), "contiguous")
 
 
 def _check_logits(batch: RejectionBatch) -> None:

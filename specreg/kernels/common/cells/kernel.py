@@ -9,7 +9,7 @@ import triton.language as tl
 
 from specreg.kernels.common.kernel import clean_logits
 
-__all__ = ["cell_element", "cell_logits", "statistics_of"]
+__all__ = ["candidates_of", "cell_element", "cell_logits", "statistics_of"]
 
 
 @triton.jit
@@ -70,3 +70,16 @@ def cell_element(cache, row, step, token, mask, NUM_CANDIDATES: tl.constexpr):
     else:
         x = clean_logits(tl.load(logits + token, mask=mask, other=float("-inf")))
     return x
+
+
+@triton.jit
+def candidates_of(cache, row, steps, mask, NUM_CANDIDATES: tl.constexpr):
+    """Ids and cleaned fp32 logits `[steps, NUM_CANDIDATES]` of cells in layout `top_k`.
+
+    `steps` and `mask` are vectors. Ids are -1 and logits -inf where there is no candidate.
+    """
+    candidate = tl.arange(0, NUM_CANDIDATES)[None, :]
+    live = mask[:, None] & (candidate < cache.width)
+    ids = tl.load(_ids_of(cache, row, steps)[:, None] + candidate, mask=live, other=-1)
+    at = _logits_of(cache, row, steps)[:, None] + candidate
+    return ids, clean_logits(tl.load(at, mask=ids >= 0, other=float("-inf")))

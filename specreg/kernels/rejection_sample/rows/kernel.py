@@ -206,9 +206,9 @@ def draft_of(batch, req, step, num_rows, vocab_size):
 
 
 @triton.jit
-def accept_word(batch, req, slot, step, mask):
+def accept_word(batch, req, slot, step):
     """The word that accepts or rejects the draft of `step`, a scalar or a vector."""
-    seed = tl.load(batch.seeds + slot, mask=mask, other=0)
+    seed = tl.load(batch.seeds + slot, mask=slot >= 0, other=0)
     position = tl.load(batch.positions + req) + step
     word, _, _, _ = random_words(seed, position, step, STREAM_ACCEPT)
     return word
@@ -279,7 +279,7 @@ def judge_kernel(
         kind = tl.where(drafted_at == 0.0, WITHOUT_DRAFT, RESIDUAL)
         kind = tl.where(is_known, kind, TARGET)
     log2_ratio = log2_p - log2_q
-    is_accepted = is_known & passes(accept_word(batch, req, slot, step, has_draft), log2_ratio)
+    is_accepted = is_known & passes(accept_word(batch, req, slot, step), log2_ratio)
     token = draft
     if temperature == 0.0:
         token = greedy_token(target, row, peak, BLOCK_SIZE)

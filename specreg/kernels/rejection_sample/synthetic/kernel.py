@@ -1,0 +1,87 @@
+"""Method `synthetic` in Triton: three launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specreg.kernels.draft_sample.reference import BLOCK_SIZE
+from specreg.kernels.random.kernel import uniform
+from specreg.kernels.rejection_sample import prepare
+from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.kernel import launch_draw
+from specreg.kernels.rejection_sample.prepare import Part, in_parts
+from specreg.kernels.rejection_sample.rows.kernel import (
+    GREEDY,
+    TARGET,
+    accept_word,
+    draft_of,
+    greedy_token,
+    launch_target_blocks,
+    request,
+    row_total,
+    scale_of,
+    store_judgement,
+)
+
+__all__ = ["launch_synthetic_judge", "synthetic_sample_triton"]
+
+
+@triton.jit
+def synthetic_judge_kernel(
+    rows,
+    rates,
+    target,
+    batch,
+    NUM_ROWS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program (step, req): accept a row's draft at its rate, given those before it."""
+    step = tl.program_id(0)
+    req = tl.program_id(1).to(tl.int64)
+    slot, first_row, num_rows = request(batch, req, NUM_ROWS)
+    if step >= num_rows:
+        return
+    draft, has_draft = draft_of(batch, req, step, num_rows, target.vocab_size)
+    temperature = tl.load(batch.temperature + slot)
+    scale = scale_of(temperature)
+    top, log2_total, peak, is_unusable = row_total(rows, req, step, scale, NUM_ROWS, NUM_BLOCKS)
+    rate = tl.load(rates + step, mask=has_draft, other=0.0)
+    before = tl.load(rates + step - 1, mask=has_draft & (step > 0), other=1.0)
+    word = accept_word(batch, req, slot, step)
+    is_accepted = has_draft & (uniform(word) * before < rate)
+    token = draft
+    kind = tl.where(temperature == 0.0, GREEDY, TARGET)
+    if temperature == 0.0:
+        token = greedy_token(target, first_row + step, peak, BLOCK_SIZE)
+    store_judgement(
+        rows, req, step, top, log2_total, 0.0, is_accepted, kind, is_unusable, token, NUM_ROWS
+    )
+
+
+def synthetic_sample_triton(batch: RejectionBatch) -> RejectionOutput:
+    """Launch method `synthetic` on the current stream. No host synchronisation."""
+    rates = batch.acceptance_rates
+    assert rates is not None
+
+    def verify(part: Part) -> None:
+        launch_target_blocks(part)
+        launch_synthetic_judge(part, rates)
+        launch_draw(part)
+
+    return in_parts(replace(batch, cache=None), verify, num_residuals=0)
+
+
+def launch_synthetic_judge(part: Part, rates: Tensor) -> None:
+    """The launch that decides which drafts are kept."""
+    part.launch(
+        synthetic_judge_kernel,
+        (part.num_rows, part.num_reqs),
+        *(part.rows, rates, part.target, part.batch),
+        *(part.num_rows, part.all_blocks, BLOCK_SIZE),
+        num_warps=prepare.JUDGE_NUM_WARPS,
+    )
