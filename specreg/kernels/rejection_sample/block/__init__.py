@@ -13,9 +13,9 @@ distribution (-1, or a cell that is not stored) ends the block at the draft befo
 With one-hot q, S_i = P_i (1 - p_{i+1}(d_{i+1})). For one draft this is method `standard`, token for
 token.
 
-Beside the target's rows that are read in any method, S takes target row and draft row of every draft
-in the block: `N K V (s + s_draft)` bytes for N requests. Where a cell holds k candidates, k pairs do,
-and rows are read of what is drawn from alone:
+Beside the target's rows that any method reads, S takes target row and draft row of every draft in
+the block, `N K V (s + s_draft)` bytes for N requests. Where a cell holds k candidates it takes k
+pairs instead, and rows are read of what is drawn from alone:
 
     S_i = max(P_i (1 - sum over candidates of p), 0) + sum over candidates of max(P_i p - q, 0)
 
