@@ -11,8 +11,9 @@ from torch import Tensor
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels.common.kernel import LOGIT_MAX, UNIT_BITS, point
+from specreg.kernels.common.launch import launch, specialisation
 from specreg.kernels.common.view import DraftLogitsView
-from specreg.kernels.drafting.args import RowArgs, WordArgs, cells_of
+from specreg.kernels.drafting.args import RowArgs, WordArgs, halves_of
 from specreg.kernels.drafting.kernel import load_temperature, logits_cell, store_statistics
 from specreg.kernels.random.kernel import STREAM_DRAFT, random_words
 
@@ -160,28 +161,41 @@ def cache_candidates_triton(
     tokens = torch.empty_like(idx_mapping)
     if num_tokens == 0:
         return tokens
-    cells = statistics = kept = None
+    cells = statistics = kept = cache_key = None
     num_shards, is_dense = 1, False
     if cache is not None:
         assert cache.ids is not None
-        cells, statistics = cells_of(cache)
+        cells, statistics, cache_key = halves_of(cache)
         num_shards, is_dense = cache.shard.num_shards, cache.layout is DraftLogitsLayout.DENSE
         row_stride, step_stride, _ = cache.ids.stride()
         kept = KeptIds(cache.ids, row_stride, step_stride, cache.shard.shard_idx)
-    cache_candidates_kernel[(num_tokens,)](
-        tokens=tokens,
-        num_nans=num_nans,
-        statistics=statistics,
-        cells=cells,
-        kept=kept,
-        candidates=CandidateArgs(ids, ids.stride(0), scores, scores.stride(0)),
-        rows=RowArgs(idx_mapping, steps, temperature),
-        words=WordArgs(positions, seeds),
-        vocab_size=vocab_size,
-        num_candidates=num_candidates,
-        NUM_SHARDS=num_shards,
-        NUM_LANES=1 << (num_candidates - 1).bit_length(),
-        IS_DENSE=is_dense,
+    candidates = CandidateArgs(ids, ids.stride(0), scores, scores.stride(0))
+    rows, words = RowArgs(idx_mapping, steps, temperature), WordArgs(positions, seeds)
+    launch(
+        cache_candidates_kernel,
+        (num_tokens,),
+        (
+            tokens,
+            num_nans,
+            statistics,
+            cells,
+            kept,
+            candidates,
+            rows,
+            words,
+            vocab_size,
+            num_candidates,
+            num_shards,
+            1 << (num_candidates - 1).bit_length(),
+            is_dense,
+        ),
+        (
+            cache_key,
+            vocab_size,
+            num_candidates,
+            is_dense,
+            specialisation(tokens, num_nans, kept, candidates, rows, words),
+        ),
         num_warps=8 if num_candidates > 64 else 4 if num_candidates > 16 else 1,
     )
     return tokens

@@ -67,12 +67,13 @@ def cache_candidates(
         TensorError: shapes, dtypes, devices or strides that do not fit, more candidates than 128 or
             than the cache keeps, or `greedy` with a cache.
     """
+    op = "cache_candidates"
     device, per_row, per_slot = ids.device, "value a row of candidates", "value a slot"
     fix = "pass one row of candidates a token: the ids and scores of a top-k, flattened"
-    check_matrix("cache_candidates(ids)", ids, INDICES, fix)
+    check_matrix(op, "ids", ids, INDICES, fix)
     num_tokens, num_candidates = ids.shape
     shape = (num_tokens, num_candidates)
-    check_matrix("cache_candidates(scores)", scores, (torch.float32,), fix, shape, device)
+    check_matrix(op, "scores", scores, (torch.float32,), fix, shape, device)
     if not 1 <= num_candidates <= MAX_CANDIDATES:
         raise TensorError(
             "the op cannot compare this many candidates",
@@ -80,16 +81,14 @@ def cache_candidates(
             got=f"{num_candidates} candidates; allowed: 1 to {MAX_CANDIDATES}",
             fix="score fewer candidates, or sample all columns with draft_sample",
         )
-    for name, tensor in (("idx_mapping", idx_mapping), ("steps", steps), ("positions", positions)):
-        where = f"cache_candidates({name})"
-        check_vector(where, tensor, num_tokens, torch.int64, device, per_row)
+    check_vector(op, "idx_mapping", idx_mapping, num_tokens, torch.int64, device, per_row)
+    check_vector(op, "steps", steps, num_tokens, torch.int64, device, per_row)
+    check_vector(op, "positions", positions, num_tokens, torch.int64, device, per_row)
     max_num_seqs = seeds.numel()
-    where = "cache_candidates(temperature)"
-    check_vector(where, temperature, max_num_seqs, torch.float32, device, per_slot)
-    check_vector("cache_candidates(seeds)", seeds, max_num_seqs, torch.int64, device, per_slot)
+    check_vector(op, "temperature", temperature, max_num_seqs, torch.float32, device, per_slot)
+    check_vector(op, "seeds", seeds, max_num_seqs, torch.int64, device, per_slot)
     if num_nans is not None:
-        where = "cache_candidates(num_nans)"
-        check_vector(where, num_nans, max_num_seqs, torch.int32, device, per_slot)
+        check_vector(op, "num_nans", num_nans, max_num_seqs, torch.int32, device, per_slot)
     if cache is not None:
         check_written_cache(
             "cache_candidates(cache)",
@@ -110,7 +109,7 @@ def cache_candidates(
                 "short rows with id -1",
             )
         if greedy:
-            refuse_greedy_cache("cache_candidates")
+            refuse_greedy_cache(op)
     if uses_triton(device):
         from specreg.kernels.cache_candidates.kernel import (
             cache_candidates_triton as implementation,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from specreg.kernels.common.kernel import (
     draw_index,
     sum_weights,
 )
+from specreg.kernels.common.launch import launch, specialisation
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample import reference
 from specreg.kernels.drafting.args import RowArgs, Store, WordArgs, store_of
@@ -272,15 +275,16 @@ def draft_sample_fill_kernel(
         tl.store(row + columns, float("-inf"), mask=columns < vocab_size)
 
 
-def fill_scattered(store: Store, rows: RowArgs, num_tokens: int, vocab_size: int) -> None:
+def fill_scattered(
+    store: Store, rows: RowArgs, num_tokens: int, vocab_size: int, key: Hashable
+) -> None:
     """Launch: -inf into the owned rows that the next launch scatters into."""
-    draft_sample_fill_kernel[(-(-vocab_size // FILL_SIZE), *store.grid_rows)](
-        cells=store.cells,
-        rows=rows,
-        num_tokens=num_tokens,
-        vocab_size=vocab_size,
-        NUM_SHARDS=store.num_shards,
-        FILL_SIZE=FILL_SIZE,
+    launch(
+        draft_sample_fill_kernel,
+        (-(-vocab_size // FILL_SIZE), *store.grid_rows),
+        (store.cells, rows, num_tokens, vocab_size, store.num_shards, FILL_SIZE),
+        (key, vocab_size),
+        num_warps=4,
     )
 
 
@@ -303,46 +307,62 @@ def draft_sample_triton(
     if num_tokens == 0:
         return ids
     store = store_of(logits, cache, vocab_size, target_ids)
-    num_blocks, logits_stride = store.num_blocks, logits.stride(0)
+    num_blocks, num_columns = store.num_blocks, store.num_columns
+    logits_stride, num_shards = logits.stride(0), store.num_shards
     blocks = torch.empty(num_tokens * num_blocks, dtype=torch.int64, device=logits.device)
-    rows = RowArgs(idx_mapping, steps, temperature)
-    if store.scattered is not None:
-        fill_scattered(store, rows, num_tokens, vocab_size)
-    padded = 1 << (num_blocks - 1).bit_length()
-    blocks_per_program = min(BLOCKS_PER_PROGRAM, padded)
-    draft_sample_blocks_kernel[(-(-num_blocks // blocks_per_program), *store.grid_rows)](
-        blocks=blocks,
-        cells=store.cells,
-        logits=logits,
-        logits_stride=logits_stride,
-        rows=rows,
-        target_ids=store.scattered,
-        num_tokens=num_tokens,
-        num_columns=store.num_columns,
-        width=store.width,
-        num_blocks=num_blocks,
-        NUM_SHARDS=store.num_shards,
-        NUM_BLOCKS=blocks_per_program,
-        BLOCK_SIZE=BLOCK_SIZE,
-        VECTOR=16 // logits.element_size(),
-        num_warps=NUM_WARPS,
+    rows, words = RowArgs(idx_mapping, steps, temperature), WordArgs(positions, seeds)
+    key = (
+        store.key,
+        logits_stride,
+        specialisation(logits, rows, words, target_ids, num_nans, blocks, ids),
     )
-    draft_sample_tokens_kernel[(num_tokens,)](
-        ids=ids,
-        num_nans=num_nans,
-        statistics=store.statistics,
-        blocks=blocks,
-        cells=store.cells,
-        logits=logits,
-        logits_stride=logits_stride,
-        rows=rows,
-        words=WordArgs(positions, seeds),
-        target_ids=target_ids,
-        num_columns=store.num_columns,
-        num_blocks=num_blocks,
-        NUM_SHARDS=store.num_shards,
-        NUM_BLOCKS=padded,
-        BLOCK_SIZE=BLOCK_SIZE,
-        num_warps=TOKEN_WARPS,
+    if store.scattered is not None:
+        fill_scattered(store, rows, num_tokens, vocab_size, key)
+    padded = 1 << (num_blocks - 1).bit_length()
+    per_program = min(BLOCKS_PER_PROGRAM, padded)
+    launch(
+        draft_sample_blocks_kernel,
+        (-(-num_blocks // per_program), *store.grid_rows),
+        (
+            blocks,
+            store.cells,
+            logits,
+            logits_stride,
+            rows,
+            store.scattered,
+            num_tokens,
+            num_columns,
+            store.width,
+            num_blocks,
+            num_shards,
+            per_program,
+            BLOCK_SIZE,
+            16 // logits.element_size(),
+        ),
+        (key, per_program),
+        NUM_WARPS,
+    )
+    launch(
+        draft_sample_tokens_kernel,
+        (num_tokens,),
+        (
+            ids,
+            num_nans,
+            store.statistics,
+            blocks,
+            store.cells,
+            logits,
+            logits_stride,
+            rows,
+            words,
+            target_ids,
+            num_columns,
+            num_blocks,
+            num_shards,
+            padded,
+            BLOCK_SIZE,
+        ),
+        key,
+        TOKEN_WARPS,
     )
     return ids

@@ -131,7 +131,8 @@ def check_drafts(
     """
     device, per_row, per_slot = logits.device, "value a row of logits", "value a slot"
     check_matrix(
-        f"{op}(logits)",
+        op,
+        "logits",
         logits,
         FLOATS,
         "pass one row of floating-point logits a token: logits.flatten(0, -2)",
@@ -147,18 +148,16 @@ def check_drafts(
             "at least 1, at most the columns of the logits and of the target",
             fix="pass the logits of the draft head and one target id a column of it",
         )
-    check_vector(f"{op}(idx_mapping)", idx_mapping, num_tokens, torch.int64, device, per_row)
-    check_vector(f"{op}(steps)", steps, num_tokens, torch.int64, device, per_row)
-    check_vector(f"{op}(positions)", positions, num_tokens, torch.int64, device, per_row)
+    check_vector(op, "idx_mapping", idx_mapping, num_tokens, torch.int64, device, per_row)
+    check_vector(op, "steps", steps, num_tokens, torch.int64, device, per_row)
+    check_vector(op, "positions", positions, num_tokens, torch.int64, device, per_row)
     max_num_seqs = seeds.numel()
-    check_vector(f"{op}(temperature)", temperature, max_num_seqs, torch.float32, device, per_slot)
-    check_vector(f"{op}(seeds)", seeds, max_num_seqs, torch.int64, device, per_slot)
+    check_vector(op, "temperature", temperature, max_num_seqs, torch.float32, device, per_slot)
+    check_vector(op, "seeds", seeds, max_num_seqs, torch.int64, device, per_slot)
     if num_nans is not None:
-        check_vector(f"{op}(num_nans)", num_nans, max_num_seqs, torch.int32, device, per_slot)
+        check_vector(op, "num_nans", num_nans, max_num_seqs, torch.int32, device, per_slot)
     if target_ids is not None:
-        check_vector(
-            f"{op}(target_ids)", target_ids, num_columns, torch.int64, device, "id a column"
-        )
+        check_vector(op, "target_ids", target_ids, num_columns, torch.int64, device, "id a column")
     if cache is None:
         return
     check_written_cache(

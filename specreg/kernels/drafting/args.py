@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from specreg.capabilities import DraftLogitsLayout
+from specreg.kernels.common.launch import specialisation
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 
 __all__ = [
     "GRID_ROWS",
+    "CacheHalves",
     "LogitsCells",
     "RowArgs",
     "StatisticsCells",
     "Store",
     "WordArgs",
-    "cells_of",
+    "halves_of",
     "store_of",
 ]
 
@@ -58,27 +61,31 @@ class StatisticsCells(NamedTuple):
     shard_idx: int
 
 
-def cells_of(cache: DraftLogitsView) -> tuple[LogitsCells, StatisticsCells]:
-    """The two halves of a cache as a launch that writes them takes them; made once a view.
+class CacheHalves(NamedTuple):
+    """A cache as launches that write it take it: a kernel gets the half that it writes.
 
-    Launching is what a small batch costs, and each pointer counts: a kernel gets the half that it
-    writes.
+    Attributes:
+        cells, statistics: the halves.
+        key: what a kernel may be specialised for because of them.
     """
-    made: tuple[LogitsCells, StatisticsCells] | None = cache.__dict__.get("_cells")
+
+    cells: LogitsCells
+    statistics: StatisticsCells
+    key: Hashable
+
+
+def halves_of(cache: DraftLogitsView) -> CacheHalves:
+    """The halves of a cache; made once a view, for launching is what a small batch costs."""
+    made: CacheHalves | None = cache.__dict__.get("_halves")
     if made is None:
         row_stride, step_stride, _ = cache.logits.stride()
-        shard_idx = cache.shard.shard_idx
-        made = (
-            LogitsCells(cache.logits, row_stride, step_stride, shard_idx),
-            StatisticsCells(
-                cache.temperature,
-                cache.logsumexp,
-                cache.state,
-                cache.logits.shape[1],
-                shard_idx,
-            ),
+        num_steps, shard_idx = cache.logits.shape[1], cache.shard.shard_idx
+        cells = LogitsCells(cache.logits, row_stride, step_stride, shard_idx)
+        statistics = StatisticsCells(
+            cache.temperature, cache.logsumexp, cache.state, num_steps, shard_idx
         )
-        cache.__dict__["_cells"] = made
+        key = specialisation(cells, statistics, cache.shard.num_shards)
+        made = cache.__dict__["_halves"] = CacheHalves(cells, statistics, key)
     return made
 
 
@@ -93,6 +100,7 @@ class Store(NamedTuple):
         cells, statistics: the cache; None without one.
         scattered: target id of each column where rows are scattered into dense ones, else None.
         grid_rows: grid behind the chunks of a row, for `token_of_program`.
+        key: what a kernel may be specialised for because of all these.
     """
 
     num_columns: int
@@ -103,6 +111,7 @@ class Store(NamedTuple):
     statistics: StatisticsCells | None
     scattered: Tensor | None
     grid_rows: tuple[int, int]
+    key: Hashable
 
 
 def store_of(
@@ -112,16 +121,22 @@ def store_of(
     num_tokens, width = logits.shape
     num_columns = min(width, vocab_size) if target_ids is None else target_ids.shape[0]
     width, num_shards = num_columns, 1
-    cells = statistics = scattered = None
+    cells = statistics = scattered = cache_key = None
     if cache is not None:
-        cells, statistics = cells_of(cache)
+        cells, statistics, cache_key = halves_of(cache)
         num_shards = cache.shard.num_shards
         if target_ids is not None and cache.layout is DraftLogitsLayout.DENSE:
             scattered = target_ids
         else:
             width = cache.logits.shape[2]
-    grid_rows = (min(num_tokens, GRID_ROWS), -(-num_tokens // GRID_ROWS))
-    num_blocks = -(-width // BLOCK_SIZE)
     return Store(
-        num_columns, width, num_blocks, num_shards, cells, statistics, scattered, grid_rows
+        num_columns=num_columns,
+        width=width,
+        num_blocks=-(-width // BLOCK_SIZE),
+        num_shards=num_shards,
+        cells=cells,
+        statistics=statistics,
+        scattered=scattered,
+        grid_rows=(min(num_tokens, GRID_ROWS), -(-num_tokens // GRID_ROWS)),
+        key=(cache_key, num_tokens, num_columns, width, scattered is None),
     )

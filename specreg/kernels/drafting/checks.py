@@ -15,7 +15,8 @@ __all__ = ["check_matrix", "check_vector", "check_written_cache", "refuse_greedy
 
 
 def check_matrix(
-    where: str,
+    op: str,
+    name: str,
     tensor: Tensor,
     dtypes: tuple[torch.dtype, ...],
     fix: str,
@@ -24,18 +25,25 @@ def check_matrix(
 ) -> None:
     """Refuse anything but a matrix of `dtypes` whose rows are contiguous. Raises `TensorError`."""
     device = tensor.device if device is None else device
+    where = f"{op}({name})"
     check_tensor(where, tensor, shape=shape, dtypes=dtypes, device=device, fix=fix)
     is_packed = tensor.shape[1] == 1 or tensor.stride(1) == 1
     check_strides(where, tensor, is_packed, "stride 1 between columns")
 
 
 def check_vector(
-    where: str, tensor: Tensor, length: int, dtype: torch.dtype, device: torch.device, what: str
+    op: str,
+    name: str,
+    tensor: Tensor,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    what: str,
 ) -> None:
     """Refuse anything but a contiguous vector.
 
     Args:
-        where: op and argument.
+        op, name: the op and its argument.
         tensor: the argument.
         length, dtype, device: what it must have.
         what: one element of it, such as `"value a slot"`.
@@ -50,14 +58,14 @@ def check_vector(
         and tensor.is_contiguous()
     ):
         return
-    name = str(dtype).removeprefix("torch.")
+    where, dtype_name = f"{op}({name})", str(dtype).removeprefix("torch.")
     check_tensor(
         where,
         tensor,
         shape=(length,),
         dtypes=(dtype,),
         device=device,
-        fix=f"pass one {what}, as {name}, where the logits are",
+        fix=f"pass one {what}, as {dtype_name}, where the logits are",
     )
     check_strides(where, tensor, tensor.is_contiguous(), "contiguous")
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specreg.kernels.common.kernel import clean_logits
+from specreg.kernels.common.launch import launch, specialisation
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample.kernel import BLOCK_SIZE, fill_scattered
 from specreg.kernels.drafting.args import RowArgs, WordArgs, store_of
@@ -210,49 +211,65 @@ def gumbel_sample_triton(
     if num_tokens == 0:
         return ids
     store = store_of(logits, cache, vocab_size, target_ids)
-    padded = 1 << (store.num_blocks - 1).bit_length()
-    blocks_per_program = min(BLOCKS_PER_PROGRAM, padded)
-    num_chunks = -(-store.num_blocks // blocks_per_program)
-    scratch = torch.empty(
-        num_tokens * (store.num_blocks + num_chunks), dtype=torch.int64, device=logits.device
+    num_blocks, logits_stride = store.num_blocks, logits.stride(0)
+    padded = 1 << (num_blocks - 1).bit_length()
+    per_program = min(BLOCKS_PER_PROGRAM, padded)
+    num_chunks = -(-num_blocks // per_program)
+    blocks = torch.empty(num_tokens * num_blocks, dtype=torch.int64, device=logits.device)
+    best = torch.empty(num_tokens * num_chunks, dtype=torch.int64, device=logits.device)
+    rows, words = RowArgs(idx_mapping, steps, temperature), WordArgs(positions, seeds)
+    key = (
+        store.key,
+        logits_stride,
+        per_program,
+        specialisation(logits, rows, words, target_ids, num_nans, blocks, best, ids),
     )
-    blocks, best = scratch.split((num_tokens * store.num_blocks, num_tokens * num_chunks))
-    rows = RowArgs(idx_mapping, steps, temperature)
     if store.scattered is not None:
-        fill_scattered(store, rows, num_tokens, vocab_size)
-    gumbel_sample_blocks_kernel[(num_chunks, *store.grid_rows)](
-        blocks=blocks,
-        best=best,
-        cells=store.cells,
-        logits=logits,
-        logits_stride=logits.stride(0),
-        rows=rows,
-        words=WordArgs(positions, seeds),
-        target_ids=target_ids,
-        num_tokens=num_tokens,
-        num_columns=store.num_columns,
-        width=store.width,
-        num_blocks=store.num_blocks,
-        num_chunks=num_chunks,
-        NUM_SHARDS=store.num_shards,
-        NUM_BLOCKS=blocks_per_program,
-        BLOCK_SIZE=BLOCK_SIZE,
-        VECTOR=16 // logits.element_size(),
-        IS_SCATTERED=store.scattered is not None,
-        num_warps=NUM_WARPS,
+        fill_scattered(store, rows, num_tokens, vocab_size, key)
+    launch(
+        gumbel_sample_blocks_kernel,
+        (num_chunks, *store.grid_rows),
+        (
+            blocks,
+            best,
+            store.cells,
+            logits,
+            logits_stride,
+            rows,
+            words,
+            target_ids,
+            num_tokens,
+            store.num_columns,
+            store.width,
+            num_blocks,
+            num_chunks,
+            store.num_shards,
+            per_program,
+            BLOCK_SIZE,
+            16 // logits.element_size(),
+            store.scattered is not None,
+        ),
+        key,
+        NUM_WARPS,
     )
-    gumbel_sample_tokens_kernel[(num_tokens,)](
-        token_ids=ids,
-        num_nans=num_nans,
-        statistics=store.statistics,
-        blocks=blocks,
-        best=best,
-        rows=rows,
-        target_ids=target_ids,
-        num_blocks=store.num_blocks,
-        num_chunks=num_chunks,
-        NUM_SHARDS=store.num_shards,
-        NUM_BLOCKS=padded,
-        NUM_CHUNKS=1 << (num_chunks - 1).bit_length(),
+    launch(
+        gumbel_sample_tokens_kernel,
+        (num_tokens,),
+        (
+            ids,
+            num_nans,
+            store.statistics,
+            blocks,
+            best,
+            rows,
+            target_ids,
+            num_blocks,
+            num_chunks,
+            store.num_shards,
+            padded,
+            1 << (num_chunks - 1).bit_length(),
+        ),
+        key,
+        num_warps=4,
     )
     return ids
