@@ -1,8 +1,9 @@
-"""A preempted request that comes back in a slot of another owner."""
+"""Slots that change hands: preempted requests come back elsewhere, and nothing old is ever read."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ BLOCK_SIZE = 8
 
 
 class Drive(NamedTuple):
-    """A run of two requests: their tokens, and the slots in which the second was admitted."""
+    """A run: tokens by request, slots that each was admitted to, and drafts verified."""
 
     tokens: list[list[int]]
-    slots: list[int]
+    slots: list[list[int]]
     num_drafts: int
 
 
@@ -51,11 +52,13 @@ def drive(
     *,
     temperature: float,
     num_blocks: int,
+    max_tokens: Sequence[int] = (30, 40),
+    num_slots: int = 2,
     poison_value: float | None = None,
     spares_live: bool = True,
 ) -> Drive:
     scheduler = Scheduler(
-        slots=SlotPool(2, 2),
+        slots=SlotPool(num_slots, 2),
         blocks=BlockAllocator(num_blocks, BLOCK_SIZE),
         max_model_len=96,
         max_num_batched_tokens=64,
@@ -66,15 +69,16 @@ def drive(
             index,
             [5 + index, 6, 7],
             3,
-            3 + max_tokens,
-            SamplingParams(max_tokens=max_tokens, temperature=temperature),
+            3 + length,
+            SamplingParams(max_tokens=length, temperature=temperature),
             seed=index,
         )
-        for index, max_tokens in enumerate([30, 40])
+        for index, length in enumerate(max_tokens)
     ]
     for request in requests:
         scheduler.add(request)
-    slots, num_drafts = [], 0
+    slots: list[list[int]] = [[] for _ in requests]
+    num_drafts = 0
     while True:
         if tp.rank == 0:
             payload = scheduler.schedule().to_bytes() if scheduler.has_work else b""
@@ -82,12 +86,13 @@ def drive(
         if not payload:
             break
         plan = StepPlan.from_bytes(payload)
-        slots += [a.slot for a in plan.admitted if a.seed == 1]
+        for admission in plan.admitted:
+            slots[admission.seed].append(admission.slot)
         num_drafts += sum(row.num_drafts for row in plan.rows)
         output = runner.execute(plan)
         if poison_value is not None:
             live = {row.slot for row in plan.rows} if spares_live else set()
-            poison(runner, {0, 1} - live, poison_value)
+            poison(runner, set(range(num_slots)) - live, poison_value)
         if tp.rank == 0:
             scheduler.update(output)
     return Drive([request.output_token_ids for request in requests], slots, num_drafts)
@@ -99,7 +104,7 @@ def drive_arms(tp: TensorParallel) -> dict[str, Drive]:
             "target": os.environ["TINY_TARGET"],
             "max_model_len": 96,
             "memory_budget_gib": 0.1,
-            "max_num_seqs": 2,
+            "max_num_seqs": 3,
             "block_size": BLOCK_SIZE,
             "tensor_parallel_size": 2,
             "enable_batch_sharded_sampling": True,
@@ -121,6 +126,11 @@ def drive_arms(tp: TensorParallel) -> dict[str, Drive]:
         "preempted, forced": {"temperature": 0.9, "num_blocks": 7, "poison_value": -1000.0},
     }
     arms["rows in use forced"] = {**arms["preempted, forced"], "spares_live": False}
+    cycle = {"max_tokens": [9, 33, 21, 14, 28], "num_slots": 3}
+    arms["cycle, greedy"] = {"temperature": 0.0, "num_blocks": 99, **cycle}
+    arms["cycle, greedy, tight"] = {**arms["cycle, greedy"], "num_blocks": 8}
+    arms["cycle, tight"] = {**arms["cycle, greedy, tight"], "temperature": 0.9}
+    arms["cycle, tight, forced"] = {**arms["cycle, tight"], "poison_value": -1000.0}
     return {name: drive(runner, tp, **arm) for name, arm in arms.items()}
 
 
@@ -137,11 +147,11 @@ def arms(
 
 
 def test_the_request_comes_back_in_a_slot_of_the_other_owner(arms: dict[str, Drive]) -> None:
-    assert arms["greedy"].slots == [1]
+    assert arms["greedy"].slots == [[0], [1]]
     for name, arm in arms.items():
-        if "preempted" in name:
-            assert arm.slots[0] == 1, name
-            assert arm.slots[-1] == 0, name
+        if name.startswith("preempted") or name.endswith("preempted"):
+            first, *_, last = arm.slots[1]
+            assert (first, last) == (1, 0), name
             assert arm.num_drafts > 10
 
 
@@ -159,3 +169,14 @@ def test_no_row_of_a_slot_that_it_left_is_read(arms: dict[str, Drive]) -> None:
 
 def test_the_same_poison_in_rows_in_use_would_show(arms: dict[str, Drive]) -> None:
     assert arms["rows in use forced"].tokens != arms["preempted"].tokens
+
+
+def test_requests_that_come_and_go_through_three_slots_read_only_what_is_theirs(
+    arms: dict[str, Drive],
+) -> None:
+    tight = arms["cycle, tight"]
+    assert arms["cycle, greedy, tight"].tokens == arms["cycle, greedy"].tokens
+    assert arms["cycle, tight, forced"] == tight
+    moves = [slots for slots in tight.slots if len({slot % 2 for slot in slots}) == 2]
+    assert moves, "a request comes back at another owner"
+    assert {slot for slots in tight.slots for slot in slots} == {0, 1, 2}
