@@ -37,12 +37,13 @@ def check_tensor(
     Raises:
         TensorError: naming what was got and what is allowed.
     """
-    fits = tensor.ndim == len(shape) and all(
-        allowed is None or extent == allowed
-        for extent, allowed in zip(tensor.shape, shape, strict=True)
-    )
-    if fits and tensor.dtype in dtypes and tensor.device == device:
-        return
+    extents_of = tensor.shape
+    if len(extents_of) == len(shape) and tensor.dtype in dtypes and tensor.device == device:
+        for extent, allowed in zip(extents_of, shape, strict=True):
+            if allowed is not None and extent != allowed:
+                break
+        else:
+            return
     extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise TensorError(

@@ -32,8 +32,12 @@ class RejectionOutput(NamedTuple):
     def empty(cls, draft_tokens: Tensor) -> RejectionOutput:
         """Uninitialised outputs for `draft_tokens [num_reqs, num_speculative_tokens]`."""
         num_reqs, num_drafts = draft_tokens.shape
-        counts = draft_tokens.new_empty(2, num_reqs, dtype=torch.int32)
-        return cls(draft_tokens.new_empty(num_reqs, num_drafts + 1), counts[0], counts[1])
+        device = draft_tokens.device
+        return cls(
+            torch.empty(num_reqs, num_drafts + 1, dtype=torch.int64, device=device),
+            torch.empty(num_reqs, dtype=torch.int32, device=device),
+            torch.empty(num_reqs, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True)

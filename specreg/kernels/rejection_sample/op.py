@@ -141,6 +141,16 @@ def rejection_sample(
     return METHODS[method](batch)
 
 
+_INT64, _FP32 = (torch.int64,), (torch.float32,)
+_FIXES = {
+    "idx_mapping": "pass the request state index of each request, where the logits are",
+    "cu_num_logits": "pass an offset a request and the total, where the logits are",
+    "positions": "pass one position a request, where the logits are",
+    "seeds": "pass one seed a slot, where the logits are",
+    "temperature": "pass one temperature a slot, where the logits are",
+}
+
+
 def _check(batch: RejectionBatch) -> None:
     _check_logits(batch)
     device, num_reqs = batch.target_logits.device, batch.num_reqs
@@ -158,17 +168,15 @@ def _check(batch: RejectionBatch) -> None:
         "rejection_sample(draft_tokens)", batch.draft_tokens, is_packed, "stride 1 in a row"
     )
     max_num_seqs = batch.seeds.numel()
-    for name, length, dtypes, fix in (
-        ("idx_mapping", None, (torch.int64,), "request state index a request"),
-        ("cu_num_logits", num_reqs + 1, INDICES, "offset a request and the total"),
-        ("positions", num_reqs, (torch.int64,), "position a request"),
-        ("seeds", max_num_seqs, (torch.int64,), "seed a slot"),
-        ("temperature", max_num_seqs, (torch.float32,), "temperature a slot"),
+    for name, where, length, dtypes in (
+        ("idx_mapping", "rejection_sample(idx_mapping)", None, _INT64),
+        ("cu_num_logits", "rejection_sample(cu_num_logits)", num_reqs + 1, INDICES),
+        ("positions", "rejection_sample(positions)", num_reqs, _INT64),
+        ("seeds", "rejection_sample(seeds)", max_num_seqs, _INT64),
+        ("temperature", "rejection_sample(temperature)", max_num_seqs, _FP32),
     ):
         tensor: Tensor = getattr(batch, name)
-        where = f"rejection_sample({name})"
-        fix = f"pass one {fix}, where the logits are"
-        check_tensor(where, tensor, shape=(length,), dtypes=dtypes, device=device, fix=fix)
+        check_tensor(where, tensor, shape=(length,), dtypes=dtypes, device=device, fix=_FIXES[name])
         check_strides(where, tensor, tensor.is_contiguous(), "contiguous")
     if batch.cache is not None:
         check_cache(
