@@ -126,7 +126,7 @@ def drive_arms(tp: TensorParallel) -> dict[str, Drive]:
         "preempted, forced": {"temperature": 0.9, "num_blocks": 7, "poison_value": -1000.0},
     }
     arms["rows in use forced"] = {**arms["preempted, forced"], "spares_live": False}
-    cycle = {"max_tokens": [9, 33, 21, 14, 28], "num_slots": 3}
+    cycle = {"max_tokens": [9, 33, 21, 14, 28, 5, 17], "num_slots": 3}
     arms["cycle, greedy"] = {"temperature": 0.0, "num_blocks": 99, **cycle}
     arms["cycle, greedy, tight"] = {**arms["cycle, greedy"], "num_blocks": 8}
     arms["cycle, tight"] = {**arms["cycle, greedy, tight"], "temperature": 0.9}
