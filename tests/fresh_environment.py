@@ -64,6 +64,11 @@ class FreshEnvironment:
         """Run a command of specreg outside of the source tree."""
         return _run(self.python, "-m", "specreg", *arguments, cwd=self.folder)
 
+    def pytest(self, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run the tests in a folder, without writing into it."""
+        quiet = ("-q", "-p", "no:cacheprovider", *options)
+        return _run(self.python, "-B", "-m", "pytest", *quiet, folder, cwd=self.folder)
+
     def specreg_json(self, *arguments: str) -> Any:
         """What the command prints with `--json`; it must succeed."""
         done = self.specreg(*arguments, "--json")

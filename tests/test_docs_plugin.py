@@ -58,6 +58,7 @@ def test_the_code_on_the_page_is_what_the_command_writes(project):
 
 
 def test_the_commands_on_the_page_run(project, tmp_path, capsys):
+    """All but the last, which `packages/test_skeleton.py` runs on the same files."""
     target = str(save_tiny_model("llama", tmp_path / "target"))
     told = commands()
     assert [arguments[0] for arguments in told] == ["new", "list", "generate", "check"]

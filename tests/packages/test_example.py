@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,16 @@ def test_a_wrong_option_is_refused_in_four_parts(environment):
     )
     assert refused.returncode == 1
     assert "'unseen_mass'" in refused.stderr
+
+
+def test_every_promise_of_it_is_kept(environment):
+    answer = environment.specreg_json("check", "suffix_counts", "--tp", "1", "--tp", "2")
+    assert answer["is_ok"] is True
+    assert {check["status"] for check in answer["checks"]} == {"proven"}
+
+
+def test_its_own_tests_pass(environment):
+    """Of the kit, which has just been run, one group."""
+    done = environment.pytest(EXAMPLE / "tests", "-k", "drafts or protocol")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"[1-9]\d* passed", done.stdout)

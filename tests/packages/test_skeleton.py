@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def test_a_skeleton_is_listed_and_drafts_losslessly(installed, target, capsys):
     assert answer["stats"]["num_accepted_tokens"] > 0
 
 
+def test_a_skeleton_passes_the_check_as_it_is_written(installed, capsys):
+    capsys.readouterr()
+    assert run("check", installed, "--tp", "1", "--tp", "2", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {check["status"] for check in answer["checks"]} == {"proven"}
+
+
 def test_a_skeleton_builds_into_a_wheel_that_installs(tmp_path):
     project = tmp_path / "project"
     assert run("new", "from_wheel", "--directory", str(project)) == 0
@@ -77,3 +85,6 @@ def test_a_skeleton_builds_into_a_wheel_that_installs(tmp_path):
     listing = environment.specreg_json("list")
     assert listing["broken"] == []
     assert "from_wheel" in {entry["name"] for entry in listing["speculators"]}
+    tests = environment.pytest(project / "tests", "-k", "protocol")
+    assert tests.returncode == 0, tests.stdout
+    assert re.search(r"[1-9]\d* passed", tests.stdout)
