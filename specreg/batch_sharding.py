@@ -41,14 +41,15 @@ class GatheredOutputs(NamedTuple):
         num_nans: int64 `[num_reqs]`, target logits rows of the request that held a NaN, or nothing
             above -inf.
         extra: int64 `[num_reqs, num_extra]`, what the host sent along; 0 for padding rows.
-        proposal_hashes: int64 `[num_ranks]`, each rank's hash of its last proposal.
+        hashes: int64 `[num_ranks, 2]`, each rank's hash of its last proposal, and of what it has
+            just sampled where every rank samples everything, else 0.
     """
 
     sampled: Tensor
     num_sampled: Tensor
     num_nans: Tensor
     extra: Tensor
-    proposal_hashes: Tensor
+    hashes: Tensor
 
 
 class BatchSharder:
@@ -128,24 +129,33 @@ class BatchSharder:
             num_sampled=outputs[:, num_slots],
             num_nans=outputs[:, num_slots + 1],
             extra=outputs[:, num_slots + 2 :],
-            proposal_hashes=gathered[:, 0, 0],
+            hashes=gathered[:, 0, :2],
         )
 
 
-def check_agreement(proposal_hashes: Sequence[int], step: int) -> None:
-    """Refuse to go on when replicated ranks have proposed different drafts.
+def check_agreement(hashes: Sequence[Sequence[int]], step: int, proposal_step: int) -> None:
+    """Refuse to go on when replicated ranks have proposed, or sampled, different tokens.
+
+    Args:
+        hashes: of each rank, as in `GatheredOutputs`.
+        step: the present step.
+        proposal_step: the step that made the last proposal.
 
     Raises:
-        RankDivergenceError: naming the step whose proposal differs and the ranks that differ from
-            rank 0.
+        RankDivergenceError: naming the step and the ranks that differ from rank 0.
     """
-    differing = [rank for rank, value in enumerate(proposal_hashes) if value != proposal_hashes[0]]
-    if differing:
-        raise RankDivergenceError(
-            "replicated ranks proposed different draft tokens",
-            where=f"the proposal of step {step}; ranks {differing} differ from rank 0",
-            got=f"hashes {[f'{value & (2**64 - 1):#018x}' for value in proposal_hashes]}; "
-            "allowed: one value on all ranks",
-            fix="give every rank the same weights, library versions, thread count and device kind; "
-            "a speculator must not draw from a source of randomness of its own",
-        )
+    proposed, sampled = zip(*hashes, strict=True)
+    for values, what, where in (
+        (proposed, "proposed different draft tokens", f"the proposal of step {proposal_step}"),
+        (sampled, "sampled different tokens of the target", f"step {step}"),
+    ):
+        differing = [rank for rank, value in enumerate(values) if value != values[0]]
+        if differing:
+            raise RankDivergenceError(
+                f"replicated ranks {what}",
+                where=f"{where}; ranks {differing} differ from rank 0",
+                got=f"hashes {[f'{value & (2**64 - 1):#018x}' for value in values]}; "
+                "allowed: one value on all ranks",
+                fix="give every rank the same weights, library versions, thread count and device "
+                "kind; a speculator must not draw from a source of randomness of its own",
+            )

@@ -37,6 +37,7 @@ else:
 
 __all__ = ["EngineConfig", "SpeculativeConfig", "config_error"]
 
+DEVICES = ("cpu", "cuda")
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -240,7 +241,7 @@ class EngineConfig(_Config):
         draft_watermarker, rejection_sampler: names that plugins registered; None is the stock one.
         dtype: of weights and activations; `auto` takes the target config's.
         vocab_size: overrides the target config's.
-        device: a torch device.
+        device: `cpu` or `cuda` (ROCm as well).
         memory_budget_gib: memory of a rank for weights, caches and KV, on CPU.
         gpu_memory_utilization: share of a device's memory for the same, on GPU.
         block_size: tokens a KV block.
@@ -298,6 +299,18 @@ class EngineConfig(_Config):
                     fix="correct the spelling or remove the key",
                 )
         return {key: value for key, value in data.items() if value is not None}
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if device not in DEVICES:
+            raise ConfigError(
+                "there is no such device",
+                where="config.device",
+                got=f"{device!r}; {known_names(device, DEVICES)}",
+                fix="name a kind of device; each rank takes the one of its own number",
+            )
+        return device
 
     @field_validator("dtype")
     @classmethod

@@ -280,13 +280,14 @@ def _call(
         spec.needs_for({})
     rejection_samplers = _collect(manager, "specreg_rejection_samplers", RejectionSamplerFactory)
     watermarkers = _collect(manager, "specreg_draft_watermarkers", DraftWatermarkerFactory)
-    for items in (specs, rejection_samplers, watermarkers):
+    policy_rules = _collect(manager, "specreg_policy_rules", PolicyRule)
+    for items in (specs, rejection_samplers, watermarkers, policy_rules):
         _check_unique([item.name for item in items])
     return LoadedPlugin(
         source,
         manager,
         speculators=tuple(specs),
-        policy_rules=_collect(manager, "specreg_policy_rules", PolicyRule),
+        policy_rules=policy_rules,
         rejection_samplers=rejection_samplers,
         draft_watermarkers=watermarkers,
     )

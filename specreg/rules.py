@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specreg.config import EngineConfig
+from specreg.errors import PluginError
 from specreg.specs import PolicyInputs, PolicyRule
 
 __all__ = ["CORE_RULES", "batch_sharded_sampling_enabled", "keeps_draft_logits"]
@@ -67,7 +68,15 @@ def _speculator_opts_in(inputs: PolicyInputs) -> Answer:
         return False, f"speculator {name} does not declare honors_owner_mask"
     if inputs.loaded is None:
         return None, "decided by supports_batch_sharded_draft_logits() of the loaded speculator"
-    if not inputs.loaded.speculator.supports_batch_sharded_draft_logits():
+    answer = inputs.loaded.speculator.supports_batch_sharded_draft_logits()
+    if not isinstance(answer, bool):
+        raise PluginError(
+            "a speculator does not say whether it may be sharded",
+            where=f"speculator {name!r}, supports_batch_sharded_draft_logits()",
+            got=f"{answer!r}; allowed: True or False",
+            fix="return a bool",
+        )
+    if not answer:
         return False, f"supports_batch_sharded_draft_logits() of speculator {name} is False"
     return True, f"speculator {name} writes through the owner mask"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from specreg.errors import AdmissionError
 from specreg.grammar import Grammar
@@ -71,7 +73,8 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        temperature = float(self.temperature)
+        self._coerce_types()
+        temperature = self.temperature
         self._check(
             "temperature", math.isfinite(temperature) and temperature >= 0, "a finite number >= 0"
         )
@@ -79,7 +82,8 @@ class SamplingParams:
             self, "temperature", 0.0 if temperature < SMALLEST_TEMPERATURE else temperature
         )
         self._check("max_tokens", self.max_tokens >= 1, "an integer >= 1")
-        self._check("top_k", self.top_k >= 0, "an integer >= 0; 0 keeps all")
+        in_range = 0 <= self.top_k < SEED_RANGE[1]
+        self._check("top_k", in_range, "a 64-bit integer >= 0; 0 keeps all")
         self._check("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1")
         self._check("min_p", 0 <= self.min_p <= 1, "0 <= min_p <= 1")
         self._check(
@@ -113,6 +117,31 @@ class SamplingParams:
         for name, ids in self._token_ids():
             self._check(name, all(token >= 0 for token in ids), "token ids >= 0")
 
+    def _coerce_types(self) -> None:
+        """Plain Python values, whatever number types came in; a single stop string is one."""
+        for name in ("max_tokens", "top_k"):
+            self._coerce(name, operator.index, "an integer")
+        for name in ("seed", "logprobs"):
+            self._coerce(name, _optional(operator.index), "an integer, or None")
+        for name in (
+            *("temperature", "top_p", "min_p"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        ):
+            self._coerce(name, _number, "a number")
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            self._coerce(name, _integers, "a sequence of token ids")
+        self._coerce("allowed_token_ids", _optional(_integers), "None, or token ids")
+        self._coerce("logit_bias", _biases, "a mapping of token ids to numbers")
+        self._coerce("stop", _strings, "a string, or a sequence of strings")
+
+    def _coerce(self, name: str, convert: Callable[[Any], Any], allowed: str) -> None:
+        try:
+            value = convert(getattr(self, name))
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            self._check(name, False, allowed)
+        else:
+            object.__setattr__(self, name, value)
+
     @property
     def has_penalties(self) -> bool:
         """Whether what was used before changes what comes next."""
@@ -140,6 +169,7 @@ class SamplingParams:
             ("logit_bias", self.logit_bias),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("logprob_token_ids", self.logprob_token_ids),
+            ("stop_token_ids", self.stop_token_ids),
         )
 
     def _check(self, field: str, holds: bool, allowed: str) -> None:
@@ -150,3 +180,28 @@ class SamplingParams:
                 got=f"{getattr(self, field)!r}; allowed: {allowed}",
                 fix=f"pass {field} within its range",
             )
+
+
+def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError
+    return float(value)
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    return tuple(operator.index(value) for value in values)
+
+
+def _biases(biases: Any) -> dict[int, float]:
+    return {operator.index(token): _number(bias) for token, bias in biases.items()}
+
+
+def _strings(values: Any) -> tuple[str, ...]:
+    strings = (values,) if isinstance(values, str) else tuple(values)
+    if not all(isinstance(string, str) for string in strings):
+        raise TypeError
+    return strings

@@ -87,7 +87,7 @@ class NamedFactory:
             found: Any = importlib.import_module(module)
             for attribute in path.split("."):
                 found = getattr(found, attribute)
-        except (ImportError, AttributeError) as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"the factory of {self.name!r} cannot be imported",
                 where=f"{type(self).__name__} {self.name!r}, factory {self.factory!r}",
@@ -185,6 +185,7 @@ class SpeculatorSpec:
         fields = getattr(self.options_model, "model_fields", None)
         is_model = self.options_model is None or isinstance(fields, dict)
         _require(is_model, owner, "options_model", self.options_model, "a pydantic model or None")
+        _require(isinstance(self.summary, str), owner, "summary", self.summary, "one line of text")
         is_version = type(self.api_version) is int and self.api_version >= 1
         _require(is_version, owner, "api_version", self.api_version, f"1 to {API_VERSION}")
 

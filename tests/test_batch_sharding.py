@@ -96,7 +96,7 @@ def test_owners_get_whole_rows_and_every_rank_gets_all_outputs_in_batch_order(
             assert num_sampled == [s + 1 if s >= 0 else 0 for s in case.idx_mapping]
             assert num_nans == [s + 2 if s >= 0 else 0 for s in case.idx_mapping]
             assert extra == [[s + 2**40, s - 2**40] if s >= 0 else [0, 0] for s in case.idx_mapping]
-            assert hashes == [-(2**62) - 5] * len(ranks)
+            assert hashes == [[-(2**62) - 5, 0]] * len(ranks)
 
 
 def test_every_rank_joins_the_same_collectives_whatever_it_owns(
@@ -109,9 +109,14 @@ def test_every_rank_joins_the_same_collectives_whatever_it_owns(
 
 
 def test_equal_proposals_agree() -> None:
-    check_agreement([5, 5, 5], step=3)
+    check_agreement([[5, 6]] * 3, step=3, proposal_step=2)
 
 
 def test_ranks_that_proposed_something_else_are_named_with_the_step() -> None:
     with pytest.raises(RankDivergenceError, match=r"proposal of step 7; ranks \[1, 3\] differ"):
-        check_agreement([5, 6, 5, -5], step=7)
+        check_agreement([[5, 0], [6, 0], [5, 0], [-5, 0]], step=9, proposal_step=7)
+
+
+def test_ranks_that_sampled_something_else_are_told_apart_from_those_that_proposed_it() -> None:
+    with pytest.raises(RankDivergenceError, match=r"sampled different.*\n.*step 9; ranks \[1\]"):
+        check_agreement([[5, 1], [5, 2]], step=9, proposal_step=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from specreg.cli.prompts import read_prompts
 from specreg.config import EngineConfig
-from specreg.errors import ConfigError
+from specreg.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,6 +53,12 @@ def generate(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 512,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    memory_budget_gib: Annotated[
+        float, typer.Option(help="Memory of a rank for weights, caches and KV, on a CPU.")
+    ] = 4.0,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a device's memory for the same, on a GPU.")
+    ] = 0.9,
     prompt: Annotated[str | None, typer.Option(help="One prompt.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON Lines file, a prompt a line.")] = None,
     prompt_key: Annotated[str, typer.Option(help="Field of a line that holds it.")] = "prompt",
@@ -71,7 +78,10 @@ def generate(
             got="both; allowed: one of them",
             fix="drop one",
         )
-    texts = read_prompts(prompts, prompt_key) if prompts else [prompt or DEFAULT_PROMPT]
+    if prompts is not None:
+        texts = read_prompts(prompts, prompt_key)
+    else:
+        texts = [DEFAULT_PROMPT if prompt is None else prompt]
     config = EngineConfig.parse(
         {
             "target": target,
@@ -85,16 +95,27 @@ def generate(
             "max_num_batched_tokens": max_num_batched_tokens,
             "dtype": dtype,
             "device": device,
+            "memory_budget_gib": memory_budget_gib,
+            "gpu_memory_utilization": gpu_memory_utilization,
             "seed": seed,
         }
     )
     # The engine brings torch and transformers: not before the arguments have been understood.
-    from transformers.utils.logging import disable_progress_bar
-
+    try:
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the embedded engine cannot run",
+            where="transformers",
+            got=f"{error}; allowed: transformers >= 5.0",
+            fix="pip install 'specreg[demo]'",
+        ) from error
     from specreg.runtime.engine import Engine
     from specreg.sampling_params import SamplingParams
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # They would break into the bar here.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("specreg").setLevel(logging.INFO)  # One line a rank, on standard error.
     params = [
         SamplingParams(
             max_tokens=max_tokens,

@@ -22,7 +22,7 @@ def read_prompts(path: Path, key: str = "prompt") -> list[str]:
         AdmissionError: the file cannot be read, holds no prompt, or a line is not of this form.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise AdmissionError(
             "the prompt file cannot be read",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Sequence
 
@@ -32,6 +33,13 @@ class Admitter:
         params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
         """A request a prompt. Raises `AdmissionError`, and then none is admitted."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise AdmissionError(
+                "the prompts are no list",
+                where="prompts",
+                got=f"{type(prompts).__name__}; allowed: a sequence of texts or of token id lists",
+                fix="put a single prompt into a list",
+            )
         each = _one_each(params, len(prompts))
         return [
             self._request(index, prompt, own)
@@ -62,7 +70,7 @@ class Admitter:
             )
         return Request(
             index=index,
-            token_ids=list(token_ids),
+            token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             max_len=len(token_ids) + min(params.max_tokens, room),
             params=params,
@@ -71,9 +79,17 @@ class Admitter:
             decoder=TextDecoder(tokenizer.decode) if tokenizer is not None else None,
         )
 
-    def _token_ids(self, index: int, prompt: str | Sequence[int]) -> Sequence[int]:
+    def _token_ids(self, index: int, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return prompt
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise AdmissionError(
+                    "a prompt is neither text nor token ids",
+                    where=f"prompt {index}",
+                    got=f"{type(prompt).__name__}: {error}; allowed: a string, or integers",
+                    fix="pass the text, or a list of the token ids",
+                ) from error
         if self._models.tokenizer is None:
             raise AdmissionError(
                 "a text prompt cannot be tokenised",

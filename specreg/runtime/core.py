@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from specreg.errors import ConfigError
+from specreg.errors import ConfigError, InternalError
 from specreg.runtime.blocks import BlockAllocator
 from specreg.runtime.loading import LoadedModels
 from specreg.runtime.model_runner import ModelRunner
@@ -82,6 +82,13 @@ class EngineCore:
         """
         with self._ending_on_error():
             plan = self.scheduler.schedule()
+            if not plan.rows and not plan.released:
+                raise InternalError(
+                    "a step was planned that does nothing",
+                    where=f"Scheduler.schedule, step {plan.step}",
+                    got="requests that wait, and no row in the batch; allowed: at least one",
+                    fix="report this with the engine's configuration",
+                )
             self._group.tp.broadcast_bytes(plan.to_bytes())
             output = self._runner.execute(plan)
             stats.count(plan, output)

@@ -113,7 +113,8 @@ class Engine:
             AdmissionError: a prompt or its parameters cannot be served; nothing has run.
             ConfigError: the engine is closed, or another stream is open.
         """
-        requests = self._admitter.admit(prompts, sampling_params or SamplingParams())
+        params = SamplingParams() if sampling_params is None else sampling_params
+        requests = self._admitter.admit(prompts, params)
         return RequestStream(self._core, requests, prompts)
 
     def generate(

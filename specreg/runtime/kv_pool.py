@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -59,10 +62,10 @@ class KVPool:
         self.values: list[Tensor] = []
         for layer in layers:
             shape = (1 + num_blocks, block_size, layer.num_kv_heads)
-            kind: Any = {"dtype": _dtype(layer, dtype), "device": device}
-            # Zeros, not garbage: what a mask hides still meets a weight of 0, and 0 * NaN is NaN.
-            self.keys.append(torch.zeros(*shape, layer.head_dim, **kind))
-            self.values.append(torch.zeros(*shape, layer.value_head_dim or layer.head_dim, **kind))
+            kind = _dtype(layer, dtype)
+            self.keys.append(_zeros((*shape, layer.head_dim), kind, device))
+            value_shape = (*shape, layer.value_head_dim or layer.head_dim)
+            self.values.append(_zeros(value_shape, kind, device))
         self.block_table = torch.zeros(
             max_num_seqs, cdiv(max_model_len, block_size), dtype=torch.int32, device=device
         )
@@ -181,3 +184,15 @@ def _dtype(layer: KVLayerSpec, default: torch.dtype) -> torch.dtype:
             fix="name a torch dtype in the speculator's kv_specs",
         )
     return dtype
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: what a mask hides still meets a weight of 0, and 0 * NaN is NaN.
+
+    On a CPU the pages are the system's own zero pages until they are written, so a pool takes the
+    memory that requests use and not the whole budget.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)

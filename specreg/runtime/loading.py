@@ -13,7 +13,7 @@ from specreg.capabilities import TargetNeeds
 from specreg.config import EngineConfig, SpeculativeConfig
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
-from specreg.errors import PluginError
+from specreg.errors import ConfigError, PluginError
 from specreg.memory import GIB
 from specreg.ownership import Shard
 from specreg.policy import (
@@ -32,6 +32,7 @@ from specreg.rejection_sampler import (
 from specreg.runtime.kv_budget import KVBudget, scratch_bytes
 from specreg.runtime.kv_pool import KVPool, PagedKVView
 from specreg.runtime.models import resolve_model
+from specreg.runtime.plugin_checks import check_draft_logits
 from specreg.runtime.target import Target
 from specreg.runtime.tensor_parallel import TensorParallel
 from specreg.runtime.token_history import TokenHistory
@@ -145,7 +146,7 @@ def load_models(
         directory, dtype=config.dtype, device=tp.device, shard=shard, collectives=tp
     )
     tokenizer = Tokenizer.load(directory)
-    max_model_len = config.max_model_len or target.max_model_len or UNLIMITED_MODEL_LEN
+    max_model_len = _max_model_len(config, target)
     rejection_sampler = make_rejection_sampler(config, target.vocab_size, tp.device, registry)
     drafting = None
     if config.speculative is not None:
@@ -172,6 +173,21 @@ def load_models(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(tokenizer, target.config, target.generation_config),
     )
+
+
+def _max_model_len(config: EngineConfig, target: Target) -> int:
+    """Positions a request may have: as configured, but no more than the target can encode."""
+    limit = target.max_model_len
+    if config.max_model_len is None:
+        return limit or UNLIMITED_MODEL_LEN
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError(
+            "requests may not be longer than the target's positions reach",
+            where="config.max_model_len",
+            got=f"{config.max_model_len}; allowed: at most {limit}, as {config.target} has",
+            fix="lower max_model_len, or leave it out to take the target's limit",
+        )
+    return config.max_model_len
 
 
 def make_rejection_sampler(
@@ -241,6 +257,7 @@ def _load_drafting(
         all_ranks_agree=tp.all_agree,
     )
     cache = speculator.allocate_draft_logits(plan, target.device)
+    check_draft_logits(inputs.spec.name, plan, cache)
     sampler = DraftSampler(
         cache=cache,
         vocab_size=target.vocab_size,
@@ -250,6 +267,14 @@ def _load_drafting(
         greedy=cache is None,
     )
     needs = inputs.spec.needs_for(inputs.draft_config)
+    if config.max_num_batched_tokens <= needs.prefill_lookahead:
+        raise ConfigError(
+            "a step reads too few tokens for this speculator",
+            where="config.max_num_batched_tokens",
+            got=f"{config.max_num_batched_tokens}; allowed: more than its look-ahead of "
+            f"{needs.prefill_lookahead} prompt tokens",
+            fix="raise max_num_batched_tokens",
+        )
     return Drafting(speculator, needs, plan, cache, sampler)
 
 

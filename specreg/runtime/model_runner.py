@@ -19,6 +19,7 @@ from specreg.runtime.batch import Batch
 from specreg.runtime.cuda_graphs import GraphSizes
 from specreg.runtime.loading import LoadedModels
 from specreg.runtime.padded_verifier import PaddedVerifier
+from specreg.runtime.plugin_checks import check_draft_ids
 from specreg.runtime.proposer import Proposer
 from specreg.runtime.slot_processors import SlotProcessors
 from specreg.runtime.slot_state import SlotState
@@ -67,6 +68,7 @@ class ModelRunner:
         num_tokens = max_num_seqs * (models.num_speculative_tokens + 1)
         self._fingerprint = Fingerprint(num_tokens, self.device)
         self._proposal_hash = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._proposal_step = -1
         self.graph_sizes = GraphSizes.of(models.config, self.device)
         self._padding_row = ScheduledRow(
             slot=-1,
@@ -142,7 +144,8 @@ class ModelRunner:
         )
         padding = [self._padding_row] * (self.graph_sizes.padded(num_reqs) - num_reqs)
         *outputs, hashes, drafts = to_host(self._run([*plan.rows, *padding], layout))
-        check_agreement(hashes.tolist(), plan.step - 1)
+        check_agreement(hashes.tolist(), plan.step, self._proposal_step)
+        self._proposal_step = plan.step
         outputs = [output[:num_reqs] for output in outputs]
         return self._unpack([row.slot for row in plan.rows], outputs, drafts[:num_reqs], layout)
 
@@ -227,8 +230,8 @@ class ModelRunner:
             num_sampled=output.num_sampled,
             num_nans=output.num_nans,
             extra=_extra(output),
-            proposal_hashes=self.models.tp.all_gather(
-                self._proposal_hash ^ self._fingerprint(output.sampled)
+            hashes=self.models.tp.all_gather(
+                torch.stack([self._proposal_hash, self._fingerprint(output.sampled)])
             ),
         )
 
@@ -280,9 +283,13 @@ class ModelRunner:
             for row, slot in enumerate(slots):
                 if (query := self.state.logprob_queries.get(slot)) is not None:
                     logprobs[row] = layout.unpack(packed[row], emitted[row], query)
+        proposals = drafts.tolist()
+        if self.drafting is not None:
+            name = self.drafting.speculator.spec.name
+            check_draft_ids(name, proposals, self.models.target.vocab_size)
         return StepOutput(
             emitted=emitted,
-            drafts=[_leading(row) for row in drafts.tolist()],
+            drafts=[_leading(row) for row in proposals],
             num_nans=num_nans.tolist(),
             has_failed=[
                 usable < count for usable, count in zip(num_usable, counts.tolist(), strict=True)

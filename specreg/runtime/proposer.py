@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specreg.runtime.cuda_graphs import CapturedFunction, GraphSizes
 from specreg.runtime.loading import Drafting
+from specreg.runtime.plugin_checks import checked_tokens
 from specreg.speculator import ProposeInputs, Speculator, SpeculatorBase
 
 __all__ = ["Proposer"]
@@ -50,13 +51,16 @@ class Proposer:
         """Draft tokens int64 `[num_reqs, num_speculative_tokens]`; -1 where there is none.
 
         Raises:
-            PluginError: a speculator that declares `is_cuda_graph_safe` is not.
+            PluginError: a speculator that declares `is_cuda_graph_safe` is not, or proposes
+                something else than draft tokens.
         """
         slots = self._slots[: inputs.num_reqs]
         slots.copy_(inputs.sample_idx_mapping)
         self._sampler.begin(inputs.idx_mapping, slots, inputs.temperature, inputs.seeds)
         if self._capturable is None:
-            return self._speculator.propose(inputs).tokens
+            output = self._speculator.propose(inputs)
+            num_steps = self._sampler.num_speculative_tokens
+            return checked_tokens(self._speculator.spec.name, output, inputs.num_reqs, num_steps)
         self._capturable.prepare(inputs)
         return self.draft(inputs.num_reqs)[0]
 

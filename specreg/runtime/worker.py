@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import sys
 import traceback
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +36,13 @@ def main() -> int:
 
     Standard output carries one JSON string, the reason, when the rank fails.
     """
-    report, sys.stdout = sys.stdout, sys.stderr
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # Rank 0 shows progress.
+    report = _take_standard_output()
     try:
         _serve(json.loads(sys.stdin.readline()))
     except RankFailedError as error:
         print(json.dumps(str(error)), file=report, flush=True)
+        return EXIT_LOST_PEER
+    except KeyboardInterrupt:  # Rank 0 got it too, and says so.
         return EXIT_LOST_PEER
     except Exception:
         print(json.dumps(traceback.format_exc().strip()), file=report, flush=True)
@@ -47,7 +50,20 @@ def main() -> int:
     return 0
 
 
+def _take_standard_output() -> IO[str]:
+    """Standard output for the report alone; what libraries print there goes to standard error.
+
+    Nobody reads the pipe until the rank ends: a library that fills it would stop the run.
+    """
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = sys.stderr
+    return report
+
+
 def _serve(start: dict[str, Any]) -> None:
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # Rank 0 shows progress.
+    logging.basicConfig(level=start["log_level"], format="%(message)s")
     config = EngineConfig.model_validate(start["config"])
     size, rank = config.tensor_parallel_size, start["rank"]
     torch.set_num_threads(threads_per_rank(size))

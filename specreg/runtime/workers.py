@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from specreg.config import EngineConfig
-from specreg.errors import RankFailedError
+from specreg.errors import ConfigError, RankFailedError
 from specreg.runtime.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -39,9 +40,17 @@ def threads_per_rank(num_ranks: int) -> int:
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of a rank: CUDA devices are numbered by rank."""
-    device = torch.device(config.device)
-    return torch.device(device.type, rank) if device.type == "cuda" else device
+    """The device of a rank: CUDA devices are numbered by rank. Raises `ConfigError`."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(
+            "a rank has no device",
+            where=f"config.device, rank {rank}",
+            got=f"{config.device!r} with {torch.cuda.device_count()} devices; allowed: one a rank",
+            fix="lower tensor_parallel_size, set device to 'cpu', or install torch for your device",
+        )
+    return torch.device(config.device, rank)
 
 
 class RankGroup:
@@ -62,7 +71,11 @@ class RankGroup:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, world_size=self.size, is_master=True, wait_for_workers=False
         )
-        start = {"config": config.model_dump(mode="json"), "port": store.port}
+        start = {
+            "config": config.model_dump(mode="json"),
+            "port": store.port,
+            "log_level": logging.getLogger("specreg").getEffectiveLevel(),
+        }
         try:
             self._processes = [self._spawn({**start, "rank": r}) for r in range(1, self.size)]
             self._await_joining(store)
@@ -96,6 +109,8 @@ class RankGroup:
         """Leave the group and end every worker, by force after a grace period."""
         for process in self._processes:
             _close_quietly(process.stdin)
+        if hasattr(self, "tp"):
+            self.tp.close()  # A worker that waits in a collective notices, and ends.
         deadline = time.monotonic() + GRACE_SECONDS
         for process in self._processes:
             try:
@@ -106,8 +121,6 @@ class RankGroup:
             _close_quietly(process.stdout)
         self._processes = []
         if self.size > 1:
-            if hasattr(self, "tp"):
-                self.tp.close()
             torch.set_num_threads(self._num_threads_before)
 
     def _spawn(self, start: dict[str, object]) -> subprocess.Popen[str]:
@@ -117,7 +130,12 @@ class RankGroup:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "PYTHONSAFEPATH": "1",  # A file of the user's folder must not pass for a package.
+            },
         )
         _send(process, json.dumps(start))
         return process
@@ -178,6 +196,8 @@ def _last_words(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     words = process.stdout.read().strip()
     if words:
-        return str(json.loads(words.splitlines()[-1]))
+        with contextlib.suppress(ValueError):
+            return str(json.loads(words.splitlines()[-1]))
+        return words
     code = process.returncode
     return f"killed by signal {-code}" if code < 0 else f"exit status {code} without a message"

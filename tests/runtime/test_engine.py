@@ -308,3 +308,48 @@ def test_padded_batches_on_several_ranks_emit_what_unpadded_ones_do(
         max_num_seqs=4,
     )
     assert tokens(outputs) == baseline
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("hello", "the prompts are no list"),
+        ([5, 6, 7], "neither text nor token ids"),
+        ([[5.0, 6.5]], "neither text nor token ids"),
+        ([None], "neither text nor token ids"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_before_anything_runs(
+    run: Run, prompts: Any, message: str
+) -> None:
+    with pytest.raises(AdmissionError, match=message):
+        run(prompts=prompts)
+
+
+def test_token_ids_of_any_integer_type_are_prompts(run: Run) -> None:
+    ids = torch.tensor([5, 6, 7])
+    outputs = run(prompts=[ids.tolist(), ids.numpy()])
+    assert outputs[0].token_ids == outputs[1].token_ids
+
+
+def test_an_empty_list_of_parameters_does_not_stand_for_the_default(run: Run) -> None:
+    with pytest.raises(AdmissionError, match="0 for 5 prompts"):
+        run([])
+
+
+def test_requests_longer_than_the_targets_positions_are_refused(run: Run) -> None:
+    with pytest.raises(ConfigError, match="1000; allowed: at most 256"):
+        run(max_model_len=1000)
+
+
+def test_a_pool_takes_no_memory_before_requests_write_it(tiny_target: Path) -> None:
+    config = {"target": str(tiny_target), "max_model_len": 96, "memory_budget_gib": 1.0}
+
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * 4096
+
+    before = resident_bytes()
+    with Engine.from_config(EngineConfig.parse(config)) as engine:
+        assert engine.models.kv_pool.nbytes > 0.9 * 2**30
+        assert resident_bytes() - before < 2**29
