@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from specreg.capabilities import DraftLogitsLayout
 from specreg.config import EngineConfig
 from specreg.errors import PolicyError
-from specreg.plan import DraftLogitsPlan
 from specreg.policy import resolve
 from specreg.registry import RegisteredSpeculator, Registry
 
@@ -30,7 +30,7 @@ class MatrixRow:
         when: changes of the run that lead to it, each alone.
         cache: `sharded`, `replicated`, `none` or `refused`.
         layout: of the cache; None where there is none.
-        rules: policy rules that fail.
+        rules: policy rules that fail; without a cache the one that decides that there is none.
     """
 
     speculator: str
@@ -119,13 +119,9 @@ def _outcome(
     except PolicyError:  # Nothing requires sharding here: it is the layout that is not possible.
         return "refused", None, ()
     failed = tuple(verdict.rule for verdict in plan.failed_verdicts)
-    return _cache(plan), plan.layout.value if plan.layout else None, failed
-
-
-def _cache(plan: DraftLogitsPlan) -> str:
-    if not plan.has_cache:
-        return "none"
-    return "sharded" if plan.num_shards > 1 else "replicated"
+    if plan.layout is None:
+        return "none", None, failed[:1]
+    return "sharded" if plan.num_shards > 1 else "replicated", plan.layout.value, failed
 
 
 def print_matrix(registry: Registry, *, as_json: bool) -> None:
@@ -137,14 +133,20 @@ def print_matrix(registry: Registry, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    rules_column = Column("rules that fail", no_wrap=True)
-    table = Table("speculator", "when", "cache", "layout", rules_column)
+    table = Table(
+        Column("speculator", no_wrap=True),
+        "when",
+        Column("cache", no_wrap=True),
+        Column("layout", no_wrap=True),
+        Column("rules that fail", no_wrap=True),
+    )
+    num_outcomes = Counter(row.speculator for row in rows)
     previous = None
     for row in rows:
         if previous not in (None, row.speculator):
             table.add_section()
         name = "" if row.speculator == previous else row.speculator
-        when, rules = ", ".join(row.when), ", ".join(row.rules)
-        table.add_row(name, when, row.cache, row.layout or "", rules)
+        when = "always" if num_outcomes[row.speculator] == 1 else ", ".join(row.when)
+        table.add_row(name, when, row.cache, row.layout or "", "\n".join(row.rules))
         previous = row.speculator
     Console().print(table)

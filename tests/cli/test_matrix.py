@@ -64,6 +64,15 @@ def test_the_table_shows_every_row(capsys, monkeypatch):
     assert shown.count("toy") == 1
 
 
+def test_a_speculator_without_a_distribution_never_has_a_cache_and_takes_one_line(capsys):
+    facts = capabilities(supports_probabilistic=False)
+    registry = Registry.from_plugins([ToyPlugin(spec("toy", capabilities=facts))])
+    (row,) = capability_matrix(registry)
+    assert (row.cache, row.rules) == ("none", ("probabilistic-drafts",))
+    print_matrix(registry, as_json=False)
+    assert "always" in capsys.readouterr().out
+
+
 def test_the_command_prints_the_matrix_of_what_is_installed(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["list", "--matrix", "--json"])

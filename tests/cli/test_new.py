@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,12 @@ import pytest
 from specreg.cli import main
 from specreg.cli.new import Kind
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
 FILES = {
     "README.md",
     "pyproject.toml",
@@ -92,3 +99,13 @@ def test_an_empty_directory_is_used(tmp_path):
 def test_an_unknown_kind_is_wrong_usage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("my_drafter", "--kind", "retrieval") == 2
+
+
+def test_every_template_is_shipped_with_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["specreg"]
+    package = ROOT / "specreg"
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    templates = set((package / "cli" / "templates").iterdir())
+    assert templates
+    assert templates <= shipped
