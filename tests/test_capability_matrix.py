@@ -173,8 +173,9 @@ def expected(subject: Subject, combination: Combination) -> tuple[Row, tuple[Any
     matching = [row for row in subject.rows if row.matches(combination)]
     assert matching, f"no row for {combination}"
     row = matching[0]
-    named = {row.rule for row in matching}
-    failing = [rule.name for rule in CORE_RULES if rule.name in named]
+    named = {row.rule for row in matching if row.rule}
+    core = [rule.name for rule in CORE_RULES]
+    failing = [name for name in core if name in named] + sorted(named.difference(core))
     if row.cache == "refused":
         where = ", ".join(failing) if row.rule else "config.draft_logits_layout"
         return row, ("refused", PolicyError, where)
