@@ -13,7 +13,7 @@ from specreg.kernels.common.checks import FLOATS, check_tensor
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.ownership import rows_per_rank
 
-__all__ = ["CacheArgs", "cache_args", "check_cache", "check_strides"]
+__all__ = ["NO_CACHE", "CacheArgs", "cache_args", "check_cache", "check_strides"]
 
 
 class CacheArgs(NamedTuple):
@@ -37,6 +37,11 @@ class CacheArgs(NamedTuple):
     ids: Tensor | None = None
     ids_row_stride: int = 0
     ids_step_stride: int = 0
+
+
+# What kernels get without a cache: `state` is None. Triton 3.6 cannot ask a tuple that holds a None
+# whether it is one.
+NO_CACHE = CacheArgs(*[None] * 4, *[0] * 5)  # type: ignore[arg-type]
 
 
 def cache_args(cache: DraftLogitsView, *, with_ids: bool = False) -> CacheArgs:

@@ -83,7 +83,7 @@ def rejection_sample_triton(batch: RejectionBatch) -> RejectionOutput:
 def _verify(part: Part) -> None:
     launch_target_blocks(part)
     launch_judge(part)
-    if part.cache is not None:
+    if part.has_cache:
         launch_residual_blocks(part)
     launch_draw(part)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specreg.kernels.common.args import CacheArgs, cache_args
+from specreg.kernels.common.args import NO_CACHE, CacheArgs, cache_args
 from specreg.kernels.common.launch import launch, specialisation
 from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
@@ -70,7 +70,7 @@ class Part(NamedTuple):
         output: written in place.
         sums: fp32 scratch for the blocks of residuals, `num_blocks` for each.
         rows: scratch.
-        target, batch, cache: inputs; `cache` None takes drafts for argmaxes.
+        target, batch, cache: inputs; `NO_CACHE` takes drafts for argmaxes.
         num_reqs, num_rows: requests, and rows that each has at most.
         num_shards: of the cache.
         num_candidates: a power of two at or above the candidates of a cell.
@@ -82,7 +82,7 @@ class Part(NamedTuple):
     rows: RowArgs
     target: TargetArgs
     batch: BatchArgs
-    cache: CacheArgs | None
+    cache: CacheArgs
     num_reqs: int
     num_rows: int
     num_shards: int
@@ -102,6 +102,11 @@ class Part(NamedTuple):
     def blocks_per_program(self, most: int) -> int:
         """Blocks of a program that reads logits: `most`, or fewer in a small vocabulary."""
         return min(most, self.all_blocks)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether drafts have a distribution."""
+        return self.cache is not NO_CACHE
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int) -> None:
         """Launch a kernel of the part; `arguments` are all of its arguments, in order."""
@@ -163,7 +168,7 @@ def prepare(batch: RejectionBatch, output: RejectionOutput, num_residuals: int) 
         temperature=batch.temperature,
         seeds=batch.seeds,
     )
-    stored = None if cache is None else cache_args(cache)
+    stored = NO_CACHE if cache is None else cache_args(cache)
     num_shards = 1 if cache is None else cache.shard.num_shards
     key = specialisation(output, sums, floats, ints, target, requests, stored, num_rows, num_shards)
     return Part(
@@ -176,6 +181,6 @@ def prepare(batch: RejectionBatch, output: RejectionOutput, num_residuals: int) 
         num_reqs=num_reqs,
         num_rows=num_rows,
         num_shards=num_shards,
-        num_candidates=1 if stored is None or stored.ids is None else next_power_of_2(stored.width),
+        num_candidates=1 if stored.ids is None else next_power_of_2(stored.width),
         key=key,
     )

@@ -71,7 +71,7 @@ def _end(step, kinds, NUM_STEPS: tl.constexpr):
 @triton.jit
 def _at(step, stop, values):
     """One of a vector of values."""
-    return tl.sum(tl.where(step == stop, values, values * 0), 0)
+    return tl.sum(tl.where(step == stop, values, 0), 0)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def block_draw_kernel(
     is_inside = (step >= 1) & (step < end)
     chances = _log2_chances(rows, req, step, NUM_ROWS)
     mass = _one_hot_mass(rows, req, step, chances, is_inside & (kinds == WITHOUT_DRAFT), NUM_ROWS)
-    if cache is not None:
+    if cache.state is not None:
         block = tl.arange(0, NUM_BLOCKS)[None, :]
         is_read = (is_inside & (kinds == RESIDUAL))[:, None] & (block < rows.num_blocks)
         at = sums + (req * (NUM_ROWS - 1) + step)[:, None] * rows.num_blocks + block
@@ -286,7 +286,7 @@ def block_sample_triton(batch: RejectionBatch) -> RejectionOutput:
 def _verify(part: Part) -> None:
     launch_target_blocks(part)
     launch_judge(part)
-    if part.cache is not None and part.num_rows > 1:
+    if part.has_cache and part.num_rows > 1:
         launch_block_residuals(part)
     launch_block_draw(part)
 

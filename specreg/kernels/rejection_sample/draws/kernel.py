@@ -127,7 +127,7 @@ def _draw_token(
     top = finite(top)
     units = mass_units(peak, mass, top, scale)
     is_residual = kind < 0
-    if cache is not None:  # noqa: SIM102 - this is known at compile time, the next is not
+    if cache.state is not None:  # noqa: SIM102 - this is known at compile time, the next is not
         if kind == RESIDUAL:
             shares = tl.load(sums + block, mask=block < rows.num_blocks, other=0.0)
             is_residual = fraction(tl.sum(fraction_units(shares), 0)) > RESIDUAL_FLOOR
@@ -142,7 +142,7 @@ def _draw_token(
     columns = chosen * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     x = clean_logits(load_target(target, row, columns, columns != removed))
     weights = tl.exp2((x - finite(tl.max(x, 0))) * scale)
-    if cache is not None:  # noqa: SIM102 - as above
+    if cache.state is not None:  # noqa: SIM102 - as above
         if is_residual:
             log2_total = tl.load(float_record(rows, req, step, NUM_ROWS) + 1)
             cell_row = owned_row(slot, NUM_SHARDS, cache.shard_idx)

@@ -265,7 +265,7 @@ def judge_kernel(
     log2_q = 0.0
     is_known = has_draft
     kind = tl.where(has_draft, WITHOUT_DRAFT, TARGET)
-    if cache is not None:
+    if cache.state is not None:
         cell_row = owned_row(slot, NUM_SHARDS, cache.shard_idx)
         is_known = has_draft & (cell_row >= 0)
         at = statistics_of(cache, cell_row, step)
