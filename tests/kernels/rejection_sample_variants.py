@@ -10,7 +10,10 @@ import torch
 from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.rejection_sample import kernel, prepare
-from specreg.kernels.rejection_sample.batch import RejectionBatch
+from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.block import kernel as block
+from specreg.kernels.rejection_sample.rows import kernel as rows
+from specreg.kernels.rejection_sample.synthetic.kernel import launch_synthetic_judge
 from specreg.ownership import Shard
 
 VOCAB_SIZE = 248_320
@@ -30,14 +33,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "candidates": {"layout": DraftLogitsLayout.TOP_K, "draft": torch.float32},
 }
 
+BLOCK_VARIANTS = ["bf16", "four shards", "no cache", "reduced vocabulary", "candidates"]
+
 # Launchers of each method, by the name of what they launch.
+ROWS = {"blocks": rows.launch_target_blocks, "judge": rows.launch_judge}
 METHODS = {
     "standard": {
-        "blocks": kernel.launch_target_blocks,
-        "judge": kernel.launch_judge,
+        **ROWS,
         "residual": kernel.launch_residual_blocks,
         "draw": kernel.launch_draw,
     },
+    "block": {"residual": block.launch_block_residuals, "draw": block.launch_block_draw},
+    "block, candidates": {
+        "residual": block.launch_candidates_residual,
+        "draw": block.launch_candidates_draw,
+    },
+    "synthetic": {"judge": lambda part: launch_synthetic_judge(part, part.sums)},
 }
 
 
@@ -52,6 +63,8 @@ def kernels(
 ) -> dict[str, tuple[Any, dict[str, Any], int]]:
     """Each kernel, the arguments of its launch, and its warps."""
     part = _Recorder.of(_part(target, draft, num_shards, num_drafts, layout))
+    if method == "block" and layout is DraftLogitsLayout.TOP_K:
+        method = "block, candidates"
     launched = {}
     for name, launcher in METHODS[method].items():
         if name != "residual" or draft is not None:
@@ -89,7 +102,7 @@ def _part(target, draft, num_shards, num_drafts, layout) -> prepare.Part:
         cache=None if draft is None else _cache(draft, num_shards, num_drafts, layout),
         vocab_size=VOCAB_SIZE,
     )
-    return prepare.prepare(batch, prepare.RejectionOutput.empty(batch.draft_tokens), 1)
+    return prepare.prepare(batch, RejectionOutput.empty(batch.draft_tokens), 1)
 
 
 def _cache(draft, num_shards, num_drafts, layout) -> DraftLogitsView:

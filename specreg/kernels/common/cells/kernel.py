@@ -20,12 +20,12 @@ def statistics_of(cache, row, step):
 
 @triton.jit
 def _logits_of(cache, row, step):
-    return cache.logits + row * cache.row_stride + step * cache.step_stride
+    return cache.logits + row * cache.row_stride + step.to(tl.int64) * cache.step_stride
 
 
 @triton.jit
 def _ids_of(cache, row, step):
-    return cache.ids + row * cache.ids_row_stride + step * cache.ids_step_stride
+    return cache.ids + row * cache.ids_row_stride + step.to(tl.int64) * cache.ids_step_stride
 
 
 @triton.jit
