@@ -138,7 +138,7 @@ class Engine:
             RankFailedError: another rank died; its error is named.
         """
         with self.stream(prompts, sampling_params) as stream:
-            for delta in stream:
-                if delta.finish_reason is not None and on_finish is not None:
-                    on_finish(delta.index)
+            for index in stream.finished():
+                if on_finish is not None:
+                    on_finish(index)
             return stream.outputs()

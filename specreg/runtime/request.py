@@ -52,6 +52,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     text_end: int | None = None
+    _num_decoded_tokens: int = 0
     _num_delivered_tokens: int = 0
     _num_delivered_characters: int = 0
 
@@ -60,16 +61,27 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
     def num_pending(self) -> int:
         """Tokens that are known and not yet computed."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def text(self) -> str:
-        """Output that no later token can take back; all of it once the request has ended."""
-        text = self.decoder.text if self.decoder is not None else ""
+        """Output that no later token can take back; all of it once the request has ended.
+
+        Decodes what has come since the last time: a request that nobody looks at costs nothing.
+        """
+        if self.decoder is None:
+            return ""
+        self._decode()
         if self.finish_reason is not None:
-            return text[: self.text_end]
+            self.decoder.finish()
+            return self.decoder.text[: self.text_end]
+        text = self.decoder.text
         return text[: len(text) - _length_of_begun_stop(text, self.params.stop)]
 
     def accept(
@@ -93,14 +105,6 @@ class Request:
                 break
         if has_failed and self.finish_reason is None:
             self.finish_reason = "error"
-        if self.finish_reason is not None:
-            self.finish(self.finish_reason)
-
-    def finish(self, reason: str) -> None:
-        """End the request. What it was given is kept."""
-        self.finish_reason = reason
-        if self.decoder is not None:
-            self.decoder.finish()
 
     def reset(self) -> None:
         """Back to waiting: what was computed is lost, what was emitted is not."""
@@ -114,41 +118,48 @@ class Request:
 
     def take_delta(self) -> RequestDelta:
         """What has come since this was last called."""
-        output, text, start = self.output_token_ids, self.text, self._num_delivered_tokens
+        text, start = self.text, self._num_delivered_tokens
         delta = RequestDelta(
             index=self.index,
             text=text[self._num_delivered_characters :],
-            token_ids=output[start:],
+            token_ids=self.token_ids[self.num_prompt_tokens + start :],
             logprobs=self.logprobs[start:] if self.params.wants_logprobs else None,
             finish_reason=self.finish_reason,
         )
-        self._num_delivered_tokens, self._num_delivered_characters = len(output), len(text)
+        self._num_delivered_tokens, self._num_delivered_characters = (
+            self.num_output_tokens,
+            len(text),
+        )
         return delta
 
     def _ends_at(self, token: int) -> bool:
         params = self.params
         is_eos = token in self.eos_token_ids and not params.ignore_eos
-        if self._finds_a_stop_string(token) or is_eos or token in params.stop_token_ids:
+        if self._holds_a_stop_string() or is_eos or token in params.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_len:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def _finds_a_stop_string(self, token: int) -> bool:
-        """Decode the token; whether the output now holds a stop string."""
-        if self.decoder is None:
+    def _holds_a_stop_string(self) -> bool:
+        """Whether the newest token completes one; only then is the output decoded on the way."""
+        if not self.params.stop or self.decoder is None:
             return False
         num_before = len(self.decoder.text)
-        self.decoder.append(token)
+        self._decode()
         text = self.decoder.text
-        found = [
-            at
-            for stop in self.params.stop
-            if (at := text.find(stop, max(0, num_before - len(stop) + 1))) >= 0
-        ]
+        places = [text.find(stop, max(0, num_before - len(stop) + 1)) for stop in self.params.stop]
+        found = [place for place in places if place >= 0]
         if found:
             self.text_end = min(found)
         return bool(found)
+
+    def _decode(self) -> None:
+        assert self.decoder is not None
+        new = self.token_ids[self.num_prompt_tokens + self._num_decoded_tokens :]
+        if new:
+            self.decoder.append(new)
+            self._num_decoded_tokens += len(new)
 
 
 def _length_of_begun_stop(text: str, stops: Sequence[str]) -> int:

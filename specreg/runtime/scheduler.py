@@ -127,7 +127,7 @@ class Scheduler:
 
     def cancel(self, request: Request) -> None:
         """Drop a live request between two steps: its slot and blocks are free for the next one."""
-        request.finish("cancelled")
+        request.finish_reason = "cancelled"
         if request.slot == FREE_SLOT:
             self.waiting.remove(request)
         else:

@@ -31,7 +31,7 @@ class RequestStream(Iterator[RequestDelta]):
         prompts: as they were given.
 
     Attributes:
-        stats: of the run so far.
+        stats: of the run; complete when it has ended.
     """
 
     def __init__(
@@ -76,6 +76,17 @@ class RequestStream(Iterator[RequestDelta]):
         if not self._deltas:
             raise StopIteration
         return self._deltas.popleft()
+
+    def finished(self) -> Iterator[int]:
+        """Read the stream to its end for nothing but the prompts whose requests have ended.
+
+        No text is decoded on the way, save where stop strings are looked for.
+        """
+        while self._is_open:
+            if self._core.scheduler.has_work:
+                yield from (r.index for r in self._step() if r.finish_reason is not None)
+            else:
+                self._end()
 
     def cancel(self, index: int) -> bool:
         """End a request where it is: slot, blocks and cache rows are free for the next step.
@@ -128,11 +139,11 @@ class RequestStream(Iterator[RequestDelta]):
         started = time.perf_counter()
         went_on = self._core.step(self.stats)
         self.stats.seconds += time.perf_counter() - started
-        self.stats.num_emitted_tokens = sum(len(r.output_token_ids) for r in self._requests)
         return went_on
 
     def _end(self) -> None:
         self._core.end_run(self.stats)
+        self.stats.num_emitted_tokens = sum(r.num_output_tokens for r in self._requests)
         self._is_open = False
 
 

@@ -11,12 +11,12 @@ REPLACEMENT = "\ufffd"
 
 
 class TextDecoder:
-    """Decodes token by token; what is in `text` never changes again, and in the end it is the whole
-    output decoded, where that is valid text.
+    """Decodes tokens as they come; what is in `text` never changes again, and in the end it is the
+    whole output decoded, where that is valid text.
 
     A token may hold a part of a character. Its bytes are held back until the character is complete,
-    or until `finish`. Each token is decoded behind those before it, as far back as its text may
-    depend on them, so the work a token does not grow with the output.
+    or until `finish`. New tokens are decoded behind those that came just before, as far back as
+    their text may depend on them, so the work does not grow with the output.
 
     Args:
         decode: text of token ids.
@@ -33,9 +33,9 @@ class TextDecoder:
         self._num_known_characters = 0
         self._committed = ""  # the text before the window's new tokens
 
-    def append(self, token_id: int) -> None:
-        """Take the next token."""
-        self._window.append(token_id)
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens."""
+        self._window += token_ids
         added = self._added()
         whole = added.rstrip(REPLACEMENT)
         self.text = self._committed + whole

@@ -67,8 +67,9 @@ def test_text_only_grows_and_ends_as_the_whole_output_decoded(
     ids = [token for part in data.draw(st.lists(words | texts, max_size=4)) for token in part]
     decoder = TextDecoder(decode)
     seen = ""
-    for token in ids:
-        decoder.append(token)
+    size = data.draw(st.integers(1, 4))
+    for start in range(0, len(ids), size):
+        decoder.append(ids[start : start + size])
         assert decoder.text.startswith(seen)
         seen = decoder.text
     decoder.finish()
@@ -83,7 +84,7 @@ def test_a_character_appears_with_its_last_byte(name: str) -> None:
     decoder = TextDecoder(decode_of(name))
     shown = []
     for token in TOKENIZERS[name].encode("b🂡c").ids:
-        decoder.append(token)
+        decoder.append([token])
         shown.append(decoder.text)
     assert list(dict.fromkeys(shown)) == ["b", "b🂡", "b🂡c"]
     assert shown.count("b") == 4
@@ -92,7 +93,7 @@ def test_a_character_appears_with_its_last_byte(name: str) -> None:
 def test_half_a_character_is_shown_when_nothing_follows() -> None:
     decoder = TextDecoder(decode_of("byte_level"))
     for token in TOKENIZERS["byte_level"].encode("b🂡").ids[:-1]:
-        decoder.append(token)
+        decoder.append([token])
     assert decoder.text == "b"
     decoder.finish()
     assert decoder.text == "b\ufffd"
@@ -107,7 +108,7 @@ def test_a_token_is_decoded_with_few_others_however_long_the_output() -> None:
 
     decoder = TextDecoder(measured)
     for token in TOKENIZERS["byte_level"].encode("é" * 300).ids:
-        decoder.append(token)
+        decoder.append([token])
     assert max(lengths) <= 4
 
 
@@ -148,5 +149,22 @@ def test_a_request_that_ends_otherwise_shows_what_was_held_back() -> None:
     request, ids = request_for("ab<", ("<<",))
     request.accept(ids)
     assert request.text == "ab"
-    request.finish("cancelled")
+    request.finish_reason = "cancelled"
     assert request.take_delta().text == "ab<"
+
+
+def test_without_stop_strings_nothing_is_decoded_until_somebody_looks() -> None:
+    request, ids = request_for("abc", ())
+    calls = 0
+
+    def counting(token_ids: Sequence[int]) -> str:
+        nonlocal calls
+        calls += 1
+        return decode_of("byte_level")(token_ids)
+
+    request.decoder = TextDecoder(counting)
+    for token in ids:
+        request.accept([token])
+    assert calls == 0
+    assert request.text == "abc"
+    assert calls > 0
