@@ -71,9 +71,12 @@ def assert_same_distribution(
     expected = probs.double() / probs.double().sum() * len(drawn)
     pull = (counts - expected) / expected.clamp(min=1e-9).sqrt()
     worst = pull.abs().argsort(descending=True)[:NUM_WORST].tolist()
-    lines = [f"outcome {i}: seen {int(counts[i])}, expected {float(expected[i]):.1f}" for i in worst]
+    lines = [
+        f"outcome {i}: seen {int(counts[i])}, expected {float(expected[i]):.1f}" for i in worst
+    ]
     raise AssertionError(
-        f"{len(drawn)} samples deviate by {found:.1f} sigma; allowed: {sigma:g}\n" + "\n".join(lines)
+        f"{len(drawn)} samples deviate by {found:.1f} sigma; allowed: {sigma:g}\n"
+        + "\n".join(lines)
     )
 
 

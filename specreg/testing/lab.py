@@ -196,12 +196,6 @@ class Lab:
         """The configuration that settings stand for."""
         return engine_config(self.subject, settings, self.drafts)
 
-    def speculator(self, settings: Settings) -> Speculator:
-        """The speculator of rank 0, loaded."""
-        drafting = self._engine(settings).models.drafting
-        assert drafting is not None
-        return cast(ObservedSpeculator, drafting.speculator).inner
-
     def target(self, settings: Settings) -> Target:
         """The target of rank 0."""
         return self._engine(settings).models.target
@@ -357,7 +351,9 @@ class _TurnEngine:
             return observed
 
         plugins = tuple(
-            replace(plugin, speculators=tuple(observed_spec(s, observe) for s in plugin.speculators))
+            replace(
+                plugin, speculators=tuple(observed_spec(s, observe) for s in plugin.speculators)
+            )
             for plugin in registry.plugins
         )
         return replace(registry, plugins=plugins)
@@ -394,7 +390,7 @@ def _quiet() -> Iterator[None]:
         is_progress_bar_enabled,
     )
 
-    was_enabled = is_progress_bar_enabled()  # type: ignore[no-untyped-call]
+    was_enabled = is_progress_bar_enabled()
     logger, num_threads = logging.getLogger("specreg"), torch.get_num_threads()
     was_disabled, logger.disabled = logger.disabled, True
     disable_progress_bar()  # type: ignore[no-untyped-call]

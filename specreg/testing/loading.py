@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from specreg.runtime.loading import load_models
 from specreg.runtime.tensor_parallel import TensorParallel
+from specreg.speculator import Speculator
 from specreg.testing.lab import Lab
 
 __all__ = ["load_speculator"]
-
 
 LOGGERS = ("", "transformers")
 
@@ -26,8 +26,8 @@ class _Listener(logging.Handler):
         self._messages.append(record.getMessage())
 
 
-def load_speculator(lab: Lab) -> list[str]:
-    """Load on one rank; returns every warning, logged or raised.
+def load_speculator(lab: Lab) -> tuple[Speculator, list[str]]:
+    """Load on one rank; returns the speculator, and every warning, logged or raised.
 
     Raises:
         SpecregError: the speculator refuses.
@@ -35,8 +35,10 @@ def load_speculator(lab: Lab) -> list[str]:
     messages: list[str] = []
     with _heard(messages), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load_models(lab.config(lab.plain()), TensorParallel(), registry=lab.registry)
-    return [*messages, *(str(warning.message) for warning in caught)]
+        models = load_models(lab.config(lab.plain()), TensorParallel(), registry=lab.registry)
+    assert models.drafting is not None
+    messages += (str(warning.message) for warning in caught)
+    return models.drafting.speculator, messages
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from specreg.capabilities import Capabilities, FusedSampling
+from specreg.capabilities import Capabilities, DraftLogitsLayout, FusedSampling
 from specreg.draft_logits import CELL_EMPTY, DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
 from specreg.plan import DraftLogitsPlan
 from specreg.runtime.kv_pool import KVPool
+from specreg.specs import SpeculatorSpec
 from specreg.speculator import (
     DraftOutput,
     KVView,
@@ -23,7 +24,6 @@ from specreg.speculator import (
     SpeculatorContext,
     TargetView,
 )
-from specreg.specs import SpeculatorSpec
 from specreg.testing.batches import permuted, with_padding
 from specreg.testing.guarded_cache import GuardedCache
 from specreg.testing.host_sync import HostSyncDetector
@@ -193,21 +193,30 @@ class ObservedSpeculator:
         return lines
 
     def _store_errors(self, inputs: ProposeInputs, cache: DraftLogitsCache) -> list[str]:
-        """Cells that are stored without a draw, or drawn and not stored."""
+        """Cells stored without a draw, drawn and not stored, or stored with other logits."""
         assert self._probe is not None
-        is_fused = self.capabilities.fused_sampling is not FusedSampling.NONE
-        lines = []
+        if self.capabilities.fused_sampling is not FusedSampling.NONE:
+            return []
         for row, slot in enumerate(inputs.sample_idx_mapping.tolist()):
             if not cache.shard.owns(slot):
                 continue
-            stored = cache.state[cache.shard.row(slot)] != CELL_EMPTY
+            cells = cache.shard.row(slot)
+            stored = cache.state[cells] != CELL_EMPTY
             drawn = self._probe.ids[row] >= 0
-            if not is_fused and not torch.equal(stored, drawn):
-                lines.append(
+            if not torch.equal(stored, drawn):
+                return [
                     f"slot {slot}: cells {stored.nonzero().flatten().tolist()} are stored, but "
                     f"drafts {drawn.nonzero().flatten().tolist()} were drawn by the sampler"
-                )
-        return lines[:1]
+                ]
+            kept, given = _kept_and_given(cache, cells, self._probe.logits[row])
+            differs = (kept[drawn] != given[drawn]) & ~(kept[drawn].isnan() & given[drawn].isnan())
+            if bool(differs.any()):
+                step, column = (int(i) for i in differs.nonzero()[0])
+                return [
+                    f"slot {slot}, step {step}: column {column} of the cell holds other logits "
+                    "than the draft was drawn from"
+                ]
+        return []
 
     def _kv_blocks(self) -> list[Tensor]:
         pool = self.kv_pool
@@ -229,8 +238,10 @@ class ObservedSpeculator:
             foreign = sorted(set(changed) - own)
             if foreign:
                 layer -= self.num_target_layers
-                return [f"propose changed KV block {foreign[0]} of draft layer {layer}: no request "
-                        "of the batch has it"]
+                return [
+                    f"propose changed KV block {foreign[0]} of draft layer {layer}: no request "
+                    "of the batch has it"
+                ]
         return []
 
     def _record(self, inputs: ProposeInputs, tokens: Tensor, logits: Tensor | None) -> None:
@@ -254,6 +265,19 @@ class ObservedSpeculator:
                     row = cache.shard.row(slot)
                     cells[slot] = Cells(*(part[row].clone() for part in parts))
         log.proposals.append(Proposal(keys, slots, tokens.clone(), logits, cells))
+
+
+def _kept_and_given(cache: DraftLogitsCache, row: int, full: Tensor) -> tuple[Tensor, Tensor]:
+    """What a row holds, and what of the sampled logits `[steps, vocab_size]` it should hold."""
+    kept = cache.logits[row]
+    if cache.layout is DraftLogitsLayout.TOP_K and cache.ids is not None:
+        ids = cache.ids[row].long()
+        given = full.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    elif cache.layout is DraftLogitsLayout.DRAFT_VOCAB and cache.target_ids is not None:
+        given = full[:, cache.target_ids]
+    else:
+        given = full[:, : kept.shape[1]]
+    return kept, given.to(kept.dtype)
 
 
 def _shape_errors(output: object, shape: tuple[int, int], vocab_size: int) -> list[str]:

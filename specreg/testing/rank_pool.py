@@ -119,7 +119,7 @@ def _serve(pipe: Connection) -> None:
             function, args, rank, size, store_path = pipe.recv()
         except EOFError:
             return
-        store = dist.FileStore(store_path, size) if size > 1 else None
+        store = dist.FileStore(store_path, size) if size > 1 else None  # type: ignore[attr-defined]
         tp = TensorParallel(rank, size, store=store)
         try:
             pipe.send((True, function(tp, *args)))

@@ -118,7 +118,7 @@ class TurnRank(TensorParallel):
         return torch.stack(self._exchange("all_gather", local))
 
     def all_to_all_rows(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        parts = self._exchange("all_to_all", rows.split(list(send)))
+        parts = self._exchange("all_to_all", torch.split(rows, list(send)))
         received = [part[self.rank] for part in parts]
         assert [len(part) for part in received] == list(receive)
         return torch.cat(received)

@@ -37,7 +37,7 @@ def foreign_keys_and_values(lab: Lab) -> Iterator[Case]:
 
 
 def union(lab: Lab) -> Iterator[Case]:
-    """I2: the shards hold, bit for bit, what the replicated cache holds, and as many collectives."""
+    """I2: the shards hold the replicated cache, bit for bit, with as many collectives."""
     # How drafts are judged does not change what is stored.
     methods = lab.rejection_methods[:1]
     sharded = [s for s in combinations(lab) if s.tp > 1 and s.rejection in methods]

@@ -89,7 +89,7 @@ def _refusal(
     """What is wrong with how a changed checkpoint is received."""
     try:
         with _changed(lab, source, change) as broken:
-            messages = load_speculator(broken)
+            _, messages = load_speculator(broken)
     except SpecregError as error:
         if name not in str(error):
             yield f"the error does not name it: {error.what}; {error.got}"

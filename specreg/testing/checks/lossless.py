@@ -12,7 +12,7 @@ from torch import Tensor
 from specreg.testing.assertions import deviation_sigma
 from specreg.testing.calls import CALLS, DISTRIBUTION_PROMPT
 from specreg.testing.checks.matrix import combinations, each
-from specreg.testing.checks.result import Case, Check, verdict
+from specreg.testing.checks.result import Case, Check
 from specreg.testing.lab import Lab, Run, Settings
 from specreg.testing.observed import Twist
 from specreg.testing.packed import PackedRequests

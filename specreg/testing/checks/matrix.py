@@ -117,6 +117,4 @@ def _drafts(run: Run) -> dict[Key, list[int]]:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bit for bit equal."""
-    return torch.equal(
-        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
-    )
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -8,12 +8,12 @@ from typing import Any
 
 from specreg.capabilities import FusedSampling
 from specreg.errors import PolicyError, SpecregError
-from specreg.policy import finalize, resolve
-from specreg.rejection_sampler import RejectionSampler
+from specreg.policy import resolve
 from specreg.speculator import Speculator
 from specreg.testing.checks.matrix import combinations, each, violations
 from specreg.testing.checks.result import Case, Check, failed, not_run, passed, told, verdict
 from specreg.testing.lab import Lab, Settings
+from specreg.testing.loading import load_speculator
 from specreg.testing.observed import Twist
 
 __all__ = ["CHECKS"]
@@ -31,8 +31,7 @@ METHODS = (
 
 def signatures(lab: Lab) -> Iterator[Case]:
     """Methods are there and take what a host passes."""
-    lab.run(lab.plain(), "alone")
-    speculator = lab.speculator(lab.plain())
+    speculator, _ = load_speculator(lab)
     for attribute in ("spec", "draft_logits"):
         missing = [] if hasattr(speculator, attribute) else ["the attribute is missing"]
         yield verdict(attribute, missing)
@@ -147,14 +146,14 @@ def declared_fused_sampling(lab: Lab) -> Iterator[Case]:
     if not claims:
         yield passed("full_cache: sharding is refused")
         return
-    config = lab.config(lab.plain())
-    plan = resolve(config, lab.registry)
-    speculator = lab.speculator(lab.plain())
-    target = lab.target(lab.plain())
-    sampler = RejectionSampler(vocab_size=target.vocab_size)
-    final = finalize(plan, target, speculator, sampler)
-    wrong = [] if final.num_shards == 1 else ["full_cache, and yet sharded"]
-    yield verdict("full_cache: withdrawn at load", wrong)
+    several = [tp for tp in lab.tps if tp > 1]
+    if not several:
+        yield not_run("full_cache: withdrawn at load", "needs a tp above 1; allowed: --tp 2")
+    for tp in several:
+        plan = lab.run(lab.plain(tp), "alone").plan
+        assert plan is not None
+        wrong = [] if plan.num_shards == 1 else ["full_cache, and yet sharded"]
+        yield verdict(f"full_cache: withdrawn at load, tp {tp}", wrong)
 
 
 def declared_graph_safe(lab: Lab) -> Iterator[Case]:

@@ -60,7 +60,9 @@ class Check:
 
     def run(self, lab: Lab) -> CheckResult:
         """Run every case. Never raises for what the speculator did."""
-        return CheckResult(self.name, tuple(self._guarded(lab)), lab.subject.declared.get(self.name))
+        return CheckResult(
+            self.name, tuple(self._guarded(lab)), lab.subject.declared.get(self.name)
+        )
 
     def _guarded(self, lab: Lab) -> Iterator[Case]:
         try:
