@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,16 +11,22 @@ from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
 from specreg.draft_vocab import check_target_ids
 from specreg.errors import InternalError, TensorError
 from specreg.fingerprint import Fingerprint
+from specreg.kernels.cache_candidates.op import cache_candidates
 from specreg.kernels.draft_sample.op import draft_sample
+from specreg.marked_drafts import MarkedDrafts, refuse_marked_candidates
+
+if TYPE_CHECKING:
+    from specreg.watermark import DraftWatermarker
 
 __all__ = ["DraftSampler"]
 
 
 class DraftSampler:
-    """Samples a proposal's draft tokens; owns cache, shard, statistics and greedy mode.
+    """Samples a proposal's draft tokens; owns cache, shard, statistics, watermark and greedy mode.
 
     The host makes one a run, calls `begin` before each proposal and reads `num_nans` and
-    `proposal_hash`; a speculator only calls `sample`. Nothing synchronises with the host on a GPU.
+    `proposal_hash`; a speculator only calls `sample` or `sample_candidates`. Nothing synchronises
+    with the host on a GPU.
 
     Args:
         cache: where the owned rows go; None stores nothing, and drafts are verified as one-hot.
@@ -29,13 +37,14 @@ class DraftSampler:
         greedy: take the argmax whatever the temperature; goes with no cache.
         target_ids: integers `[num_draft_columns]`, target id of each column of a reduced draft
             head; None takes the cache's.
+        watermarker: draws in place of the sampler; None without one.
 
     Attributes:
         num_nans: int32 `[max_num_seqs]` by slot, draft rows with a NaN or without a logit above
             -inf since the host last cleared it.
 
     Raises:
-        InternalError: `greedy` with a cache.
+        InternalError: `greedy` with a cache or with a watermarker.
         TensorError: `target_ids` that repeat or lie outside the vocabulary.
     """
 
@@ -49,18 +58,15 @@ class DraftSampler:
         device: torch.device | str,
         greedy: bool,
         target_ids: Tensor | None = None,
+        watermarker: DraftWatermarker | None = None,
     ) -> None:
-        if greedy and cache is not None:
+        if greedy and (cache is not None or watermarker is not None):
             raise InternalError(
-                "greedy drafts have no distribution to store",
-                where="DraftSampler(greedy, cache)",
-                got="greedy=True with a cache; allowed: one of them",
-                fix="allocate no cache for draft_sample_method greedy",
+                "greedy drafts have no distribution to store or to mark",
+                where="DraftSampler(greedy, cache, watermarker)",
+                got="greedy=True with a cache or a watermarker; allowed: neither",
+                fix="allocate no cache for draft_sample_method greedy, and load no watermarker",
             )
-        self.cache = cache
-        self.vocab_size = vocab_size
-        self.num_speculative_tokens = num_speculative_tokens
-        self.greedy = greedy
         if cache is not None and target_ids is None:
             self.target_ids = cache.target_ids
         else:
@@ -70,34 +76,52 @@ class DraftSampler:
                 draft_vocab_size=None if target_ids is None else target_ids.numel(),
                 device=device,
             )
+        self.cache = cache
+        self.vocab_size = vocab_size
+        self.num_speculative_tokens = num_speculative_tokens
+        self.greedy = greedy
         self._view: DraftLogitsView | None = None if cache is None else cache.view()
         self.num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._fingerprint = Fingerprint(max_num_seqs * num_speculative_tokens, device)
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
         self._temperature = torch.zeros(max_num_seqs, device=device)
         self._seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # A row for each step, so that a step costs no launch to write down.
+        steps = torch.arange(num_speculative_tokens, device=device)
+        self._steps = steps[:, None].repeat(1, max_num_seqs)
+        self._marked: MarkedDrafts | None = None
+        if watermarker is not None:
+            self._marked = MarkedDrafts(watermarker, max_num_seqs, device)
 
     def begin(
-        self, idx_mapping: Tensor, sample_idx_mapping: Tensor, temperature: Tensor, seeds: Tensor
+        self,
+        idx_mapping: Tensor,
+        sample_idx_mapping: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        token_history: Tensor | None = None,
     ) -> None:
         """Start a proposal: empty the cells of its requests and bind its maps.
 
-        Keeps references: `sample` reads what the tensors hold when it runs, so a host that replays
-            a CUDA
-        graph passes buffers of fixed address.
+        Keeps references, but for the history: `sample` reads what the tensors hold when it runs, so
+        a host that replays a CUDA graph passes buffers of fixed address.
 
         Args:
             idx_mapping: int64 `[num_reqs]`, requests of the batch; -1 marks a padding row.
             sample_idx_mapping: the same, but -1 where a request samples nothing in this proposal.
             temperature: fp32 `[max_num_seqs]` by slot; exactly 0 means argmax.
             seeds: int64 `[max_num_seqs]` by slot.
+            token_history: as in `ProposeInputs`; read under a watermarker alone.
 
         Raises:
-            TensorError: `idx_mapping` is not int64 on the cache's device.
+            TensorError: `idx_mapping` is not int64 on the cache's device, or a watermarker is not
+                given the history.
         """
         if self.cache is not None:
             self.cache.begin(idx_mapping)
         self._slots, self._temperature, self._seeds = sample_idx_mapping, temperature, seeds
+        if self._marked is not None:
+            self._marked.begin(token_history, len(sample_idx_mapping))
 
     def sample(self, logits: Tensor, step: int | Tensor, positions: Tensor) -> Tensor:
         """Draw one draft token from each row of logits, and store the rows that this rank owns.
@@ -105,7 +129,8 @@ class DraftSampler:
         Args:
             logits: `[num_reqs, width]` for one step of every request, or `[num_reqs * m, width]`
                 with the m rows of a request together; floating point.
-            step: index of the rows' tokens in the proposal, or int64 of one a row.
+            step: index of the rows' tokens in the proposal, or int64 of one a row. Under a
+                watermarker steps are sampled one after another, each an integer.
             positions: int64, one a row: position of the token being drafted.
 
         Returns:
@@ -113,9 +138,22 @@ class DraftSampler:
 
         Raises:
             TensorError: rows that are no multiple of the bound requests, a step outside the
-                proposal, or tensors that `draft_sample` refuses.
+                proposal, several steps at once under a watermarker, or tensors that `draft_sample`
+                refuses.
         """
         slots = self._slots_of(logits)
+        if self._marked is not None:
+            return self._marked.sample(
+                step,
+                logits,
+                slots,
+                self._steps_of(step, slots),
+                temperature=self._temperature,
+                cache=self._view,
+                vocab_size=self.vocab_size,
+                target_ids=self.target_ids,
+                num_nans=self.num_nans,
+            )
         return draft_sample(
             logits,
             slots,
@@ -126,6 +164,41 @@ class DraftSampler:
             self._view,
             vocab_size=self.vocab_size,
             target_ids=self.target_ids,
+            num_nans=self.num_nans,
+            greedy=self.greedy,
+        )
+
+    def sample_candidates(
+        self, ids: Tensor, scores: Tensor, step: int | Tensor, positions: Tensor
+    ) -> Tensor:
+        """Draw one of each row's candidates, and store the rows that this rank owns.
+
+        The draft distribution is that of the candidates' scores and 0 everywhere else.
+
+        Args:
+            ids: integers `[n, k]` target ids, rows as of `sample`; -1 is no candidate.
+            scores: fp32 `[n, k]`, logits before temperature.
+            step, positions: as of `sample`.
+
+        Returns:
+            int64, one a row: target ids; -1 where the request samples nothing.
+
+        Raises:
+            TensorError: as of `sample`, tensors that `cache_candidates` refuses, or a watermarker.
+        """
+        if self._marked is not None:
+            refuse_marked_candidates()
+        slots = self._slots_of(ids)
+        return cache_candidates(
+            ids,
+            scores,
+            slots,
+            self._steps_of(step, slots),
+            positions,
+            self._temperature,
+            self._seeds,
+            self._view,
+            vocab_size=self.vocab_size,
             num_nans=self.num_nans,
             greedy=self.greedy,
         )
@@ -141,8 +214,8 @@ class DraftSampler:
         """
         return self._fingerprint(tokens)
 
-    def _slots_of(self, logits: Tensor) -> Tensor:
-        num_reqs, num_rows = len(self._slots), len(logits)
+    def _slots_of(self, rows: Tensor) -> Tensor:
+        num_reqs, num_rows = len(self._slots), len(rows)
         if num_reqs == num_rows:
             return self._slots
         if num_reqs == 0 or num_rows % num_reqs != 0:
@@ -165,4 +238,5 @@ class DraftSampler:
                 got=f"{step}; allowed: 0 to {self.num_speculative_tokens - 1}",
                 fix="sample num_speculative_tokens drafts, counting from 0",
             )
-        return torch.full_like(slots, step)
+        steps = self._steps[step, : len(slots)]
+        return steps if len(steps) == len(slots) else torch.full_like(slots, step)

@@ -46,6 +46,9 @@ def generate(
     draft_logits_layout: Annotated[
         str, typer.Option(help="auto, dense, draft_vocab or top_k.")
     ] = "auto",
+    draft_watermarker: Annotated[
+        str | None, typer.Option(help="Name of an installed draft watermarker.")
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request in tokens; the target's limit if not given.")
@@ -90,6 +93,7 @@ def generate(
             "enable_batch_sharded_sampling": enable_batch_sharded_sampling,
             "draft_logits_sharding": draft_logits_sharding,
             "draft_logits_layout": draft_logits_layout,
+            "draft_watermarker": draft_watermarker,
             "max_num_seqs": max_num_seqs,
             "max_model_len": max_model_len,
             "max_num_batched_tokens": max_num_batched_tokens,

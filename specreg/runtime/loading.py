@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,7 @@ from specreg.runtime.target import Target
 from specreg.runtime.tensor_parallel import TensorParallel
 from specreg.runtime.token_history import TokenHistory
 from specreg.runtime.tokenizer import Tokenizer, eos_token_ids
+from specreg.runtime.watermarking import make_watermarker
 from specreg.speculator import Speculator, SpeculatorContext
 
 __all__ = ["Drafting", "LoadedModels", "load_models"]
@@ -55,7 +56,7 @@ class Drafting:
 
     Attributes:
         speculator: with weights loaded and bound.
-        needs: what it reads of the target.
+        needs: what it, or the watermarker, reads of the target.
         plan: final plan of the draft-logits cache.
         draft_logits: the cache; None when the plan has none.
         sampler: the door through which it samples.
@@ -236,6 +237,7 @@ def _load_drafting(
 ) -> Drafting:
     provisional = resolve(config, registry)
     inputs = provisional.inputs
+    watermarker = make_watermarker(inputs, target.vocab_size, target.device)
     context = SpeculatorContext(
         spec=inputs.spec,
         config=inputs.config,
@@ -265,8 +267,12 @@ def _load_drafting(
         num_speculative_tokens=plan.num_speculative_tokens,
         device=target.device,
         greedy=cache is None,
+        target_ids=getattr(speculator, "target_ids", None),
+        watermarker=watermarker,
     )
     needs = inputs.spec.needs_for(inputs.draft_config)
+    if watermarker is not None:
+        needs = replace(needs, needs_token_history=True)
     if config.max_num_batched_tokens <= needs.prefill_lookahead:
         raise ConfigError(
             "a step reads too few tokens for this speculator",

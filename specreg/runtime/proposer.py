@@ -56,7 +56,9 @@ class Proposer:
         """
         slots = self._slots[: inputs.num_reqs]
         slots.copy_(inputs.sample_idx_mapping)
-        self._sampler.begin(inputs.idx_mapping, slots, inputs.temperature, inputs.seeds)
+        self._sampler.begin(
+            inputs.idx_mapping, slots, inputs.temperature, inputs.seeds, inputs.token_history
+        )
         if self._capturable is None:
             output = self._speculator.propose(inputs)
             num_steps = self._sampler.num_speculative_tokens

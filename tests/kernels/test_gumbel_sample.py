@@ -44,11 +44,11 @@ def coarse_gumbel(words):
 
 
 def law(logits, noise):
-    """Probability of each column when its word takes each of 2^20 evenly spaced values.
+    """Probability of each column when its word takes each of 2^18 evenly spaced values.
 
     The others win less often than a score wherever their own noise stays below it.
     """
-    words = torch.arange(2**20) * 2**12 + 2**11
+    words = torch.arange(2**18) * 2**14 + 2**13
     noise = noise(words).double()
     scores = logits.double()[:, None] + noise
     ordered = noise.sort().values
@@ -123,6 +123,15 @@ def test_noise_belongs_to_a_target_id_whatever_its_column():
     whole = torch.full((30, 900), -torch.inf)
     whole[:, target_ids] = batch.logits
     assert torch.equal(reduced, draw(batch._replace(logits=whole)))
+
+
+def test_the_steps_of_the_noise_can_be_given_apart_from_those_of_the_cells():
+    batch = make_batch([0, 1], 60, num_steps=2, scale=0)
+    fixed = draw(batch, make_cache(2, 2, 60), noise_steps=torch.full_like(batch.steps, 5))
+    other = batch._replace(steps=torch.full_like(batch.steps, 5))
+    assert torch.equal(fixed, draw(other))
+    with pytest.raises(TensorError, match=r"gumbel_sample\(noise_steps\)"):
+        draw(batch, noise_steps=torch.zeros(3, dtype=torch.int64))
 
 
 # The contract of draft_sample

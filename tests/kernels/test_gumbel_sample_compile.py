@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from offline import TARGETS, compile_offline
 
-from specreg.kernels.drafting.args import LogitsCells, RowArgs, StatisticsCells, WordArgs
+from specreg.kernels.drafting.args import LogitsCells, RowArgs, StatisticsCells
 from specreg.kernels.gumbel_sample import kernel as k
 
 VOCAB_SIZE, NUM_STEPS, NUM_BLOCKS = 248_320, 7, 485
@@ -42,7 +42,7 @@ def kernels(*, num_shards=1, logits=BF16, target_ids=None, is_scattered=False, h
             "cells": cells,
             "logits": logits,
             "logits_stride": VOCAB_SIZE,
-            "words": WordArgs(I64, I64),
+            "words": k.NoiseArgs(I64, I64, I64),
             "num_tokens": 1792,
             "num_columns": VOCAB_SIZE,
             "width": VOCAB_SIZE,

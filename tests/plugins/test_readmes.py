@@ -22,7 +22,13 @@ def example(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_the_example_runs(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs(
+    page: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPECREG_WATERMARK_KEY", "keep me")
     model = str(save_tiny_model("llama", tmp_path))
     arguments = [a.replace("smollm2-135m-instruct", model) for a in example(page)]
     with pytest.raises(SystemExit) as ended:

@@ -15,6 +15,7 @@ CAPABILITIES = Capabilities(
     style=DraftingStyle.AUTOREGRESSIVE,
     supports_probabilistic=True,
     honors_owner_mask=True,
+    supports_watermarker=True,
     is_cuda_graph_safe=True,
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from specreg.kernels.common.kernel import clean_logits
 from specreg.kernels.common.launch import launch, specialisation
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample.kernel import BLOCK_SIZE, fill_scattered
-from specreg.kernels.drafting.args import RowArgs, WordArgs, store_of
+from specreg.kernels.drafting.args import RowArgs, store_of
 from specreg.kernels.drafting.kernel import (
     MASS_SCALE,
     MASS_UNIT,
@@ -39,6 +41,14 @@ NUM_WARPS = 4
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 SERIES_BELOW = tl.constexpr(reference.SERIES_BELOW)
 UNIFORM_MAX = tl.constexpr(reference.UNIFORM_MAX)
+
+
+class NoiseArgs(NamedTuple):
+    """What random words are made of beside the token's id: two values a token, one a slot."""
+
+    positions: Tensor
+    steps: Tensor
+    seeds: Tensor
 
 
 @triton.jit
@@ -109,7 +119,7 @@ def gumbel_sample_blocks_kernel(
         word, _, _, _ = random_words(
             tl.load(words.seeds + req),
             zero + tl.load(words.positions + token),
-            zero + step,
+            zero + tl.load(words.steps + token),
             STREAM_DRAFT,
             ids,
         )
@@ -204,6 +214,7 @@ def gumbel_sample_triton(
     vocab_size: int,
     target_ids: Tensor | None,
     num_nans: Tensor | None,
+    noise_steps: Tensor,
 ) -> Tensor:
     """Launch on the current stream: two kernels, three to scatter into a dense cache. No sync."""
     num_tokens = len(idx_mapping)
@@ -217,7 +228,8 @@ def gumbel_sample_triton(
     num_chunks = -(-num_blocks // per_program)
     blocks = torch.empty(num_tokens * num_blocks, dtype=torch.int64, device=logits.device)
     best = torch.empty(num_tokens * num_chunks, dtype=torch.int64, device=logits.device)
-    rows, words = RowArgs(idx_mapping, steps, temperature), WordArgs(positions, seeds)
+    rows = RowArgs(idx_mapping, steps, temperature)
+    words = NoiseArgs(positions, noise_steps, seeds)
     key = (
         store.key,
         logits_stride,

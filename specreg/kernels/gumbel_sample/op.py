@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from specreg.kernels.common.dispatch import uses_triton
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample.op import check_drafts
-from specreg.kernels.drafting.checks import refuse_greedy_cache
+from specreg.kernels.drafting.checks import check_vector, refuse_greedy_cache
 from specreg.kernels.gumbel_sample.reference import gumbel_sample_reference
 from specreg.ownership import Shard
 
@@ -31,6 +32,7 @@ def gumbel_sample(
     greedy: bool = False,
     logits_cache_num_shards: int | None = None,
     logits_cache_shard_idx: int | None = None,
+    noise_steps: Tensor | None = None,
 ) -> Tensor:
     """Draw a draft token from each row of logits by Gumbel-max, and store the owned rows.
 
@@ -44,6 +46,8 @@ def gumbel_sample(
         logits_cache_num_shards: ranks that share the requests of `cache`; None is what the cache
             says. For hosts that keep one view and know the shards themselves.
         logits_cache_shard_idx: this rank among them; None is what the cache says.
+        noise_steps: int64 `[n]`, what takes the place of `steps` in the random counter, for noise
+            that a reader of the text can recompute; None is `steps`.
 
     Returns:
         int64 `[n]` target ids, -1 for padding.
@@ -73,6 +77,13 @@ def gumbel_sample(
         target_ids=target_ids,
         num_nans=num_nans,
     )
+    if noise_steps is None:
+        noise_steps = steps
+    else:
+        what, device = "value a row of logits", logits.device
+        check_vector(
+            "gumbel_sample", "noise_steps", noise_steps, len(steps), torch.int64, device, what
+        )
     if greedy and cache is not None:
         refuse_greedy_cache("gumbel_sample")
     if uses_triton(logits.device):
@@ -90,4 +101,5 @@ def gumbel_sample(
         vocab_size=vocab_size,
         target_ids=target_ids,
         num_nans=num_nans,
+        noise_steps=noise_steps,
     )

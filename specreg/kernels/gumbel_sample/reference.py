@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample.reference import (
+    BLOCK_SIZE,
     CHUNK_ELEMENTS,
     MASS_BITS,
     TEMPERATURE_MIN,
@@ -15,7 +16,7 @@ from specreg.kernels.draft_sample.reference import (
 )
 from specreg.kernels.random import STREAM_DRAFT, random_words_reference
 
-__all__ = ["gumbel_reference", "gumbel_sample_reference"]
+__all__ = ["gumbel_reference", "gumbel_sample_reference", "noise_uniform_reference"]
 
 SERIES_BELOW = 2.0**-6  # of u: there 1 - u would lose what the series keeps
 UNIFORM_MAX = 1.0 - 2.0**-24
@@ -23,9 +24,14 @@ UNIFORM_MAX = 1.0 - 2.0**-24
 _LOWEST = torch.finfo(torch.float32).min
 
 
+def noise_uniform_reference(words: Tensor) -> Tensor:
+    """fp32 uniforms in (0, 1) from all 32 bits of random words; small ones to a relative 2^-24."""
+    return ((words.float() + 0.5) * 2.0**-32).clamp_(max=UNIFORM_MAX)
+
+
 def gumbel_reference(words: Tensor) -> Tensor:
     """fp32 standard Gumbel noise of random words; finite."""
-    u = ((words.float() + 0.5) * 2.0**-32).clamp_(max=UNIFORM_MAX)
+    u = noise_uniform_reference(words)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
     exponential = torch.where(u < SERIES_BELOW, series, -torch.log(1.0 - u))
     return -torch.log(exponential)
@@ -43,6 +49,7 @@ def gumbel_sample_reference(
     vocab_size: int,
     target_ids: Tensor | None,
     num_nans: Tensor | None,
+    noise_steps: Tensor,
 ) -> Tensor:
     """The torch twin; arguments as of `gumbel_sample`, where `temperature` None means greedy.
 
@@ -53,7 +60,7 @@ def gumbel_sample_reference(
     column_ids = columns if target_ids is None else target_ids
     ids = torch.full_like(idx_mapping, -1)
     live = (idx_mapping >= 0).nonzero().squeeze(1)
-    chunk = max(1, CHUNK_ELEMENTS // num_columns)
+    chunk = max(1, CHUNK_ELEMENTS // max(num_columns, BLOCK_SIZE))
     for start in range(0, len(live), chunk):
         tokens = live[start : start + chunk]
         slots, token_steps = idx_mapping[tokens], steps[tokens]
@@ -75,7 +82,7 @@ def gumbel_sample_reference(
             words = random_words_reference(
                 seeds[slots, None],
                 positions[tokens, None],
-                token_steps[:, None],
+                noise_steps[tokens, None],
                 STREAM_DRAFT,
                 column_ids[None],
             )

@@ -37,6 +37,7 @@ def agree(batch, cache_of, *, vocab_size, target_ids=None, temperature="batch"):
             vocab_size=vocab_size,
             target_ids=target_ids,
             num_nans=num_nans,
+            noise_steps=(batch.steps * 3).contiguous(),
         )
         results.append((ids, num_nans, cache))
     (ids, num_nans, cache), (twin_ids, twin_num_nans, twin) = results
