@@ -50,11 +50,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_the_code_on_the_page_is_what_the_command_writes(project):
     (entry_point,) = blocks("toml")
-    plugin, methods = blocks("python")
+    plugin, speculator = blocks("python")
     package = project / "specreg_my_drafter"
     assert entry_point in (project / "pyproject.toml").read_text()
     assert plugin == (package / "__init__.py").read_text()
-    assert (package / "speculator.py").read_text().endswith(methods)
+    assert (package / "speculator.py").read_text().endswith(speculator)
 
 
 def test_the_commands_on_the_page_run(project, tmp_path, capsys):
