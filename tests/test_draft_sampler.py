@@ -7,7 +7,7 @@ from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
 from specreg.errors import InternalError, TensorError
-from specreg.kernels import draft_sample
+from specreg.kernels import cache_candidates, draft_sample
 from specreg.ownership import Shard, rows_per_rank
 
 VOCAB_SIZE, MAX_NUM_SEQS, NUM_STEPS = 40, 5, 3
@@ -132,6 +132,43 @@ def test_ids_of_a_reduced_vocabulary_are_target_ids():
     ids = sampler.sample(logits_for(2)[:, :20].contiguous(), 0, torch.tensor([1, 1]))
     assert bool((ids % 2 == 0).all())
     assert bool((sampler.cache.logits[:2, 0, 1::2] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("layout", [DraftLogitsLayout.DENSE, DraftLogitsLayout.TOP_K])
+def test_candidates_are_cache_candidates_with_the_bound_maps(layout):
+    width = VOCAB_SIZE if layout is DraftLogitsLayout.DENSE else 4
+    caches = [
+        DraftLogitsCache(
+            torch.zeros(MAX_NUM_SEQS, NUM_STEPS, width),
+            Shard(),
+            layout,
+            VOCAB_SIZE,
+            num_candidates=4,
+        )
+        for _ in range(2)
+    ]
+    scores, ids = logits_for(3).topk(4)
+    sampler = sampler_with(cache=caches[0])
+    begin(sampler, [3, -1, 0])
+    tokens = sampler.sample_candidates(ids, scores, 1, torch.tensor([9, 0, 4]))
+    expected = cache_candidates(
+        ids,
+        scores,
+        torch.tensor([3, -1, 0]),
+        torch.ones(3, dtype=torch.int64),
+        torch.tensor([9, 0, 4]),
+        TEMPERATURE,
+        SEEDS,
+        caches[1].view(),
+        vocab_size=VOCAB_SIZE,
+    )
+    assert torch.equal(tokens, expected)
+    for field in ("logits", "ids", "state", "temperature"):
+        assert torch.equal(getattr(caches[0], field), getattr(caches[1], field))
+    greedy = sampler_with(greedy=True)
+    begin(greedy, [3, -1, 0])
+    best = greedy.sample_candidates(ids, scores, 1, torch.tensor([9, 0, 4]))
+    assert best.tolist() == [int(ids[0, 0]), -1, int(ids[2, 0])]
 
 
 @pytest.mark.parametrize(
