@@ -19,7 +19,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = (
     (12, 4, 12, 4, 12),
 )
 TEMPERATURES = (0.0, 1e-6, 1.0, 0.7, 1.0, 0.0, 1.3)
-MAX_TOKENS = 9
+MAX_TOKENS = 8
 DISTRIBUTION_PROMPT = (3, 4, 5, 6, 3, 4, 5)
 NUM_SAMPLED_TOKENS = 4
 NUM_SAMPLES = 776  # eight times the slots they run in
@@ -47,6 +47,7 @@ CALLS: Mapping[str, Call] = {
     "alone": (PROMPTS[3:4], [_params(TEMPERATURES[3], 203)]),
     "alone again": (PROMPTS[3:4], [_params(TEMPERATURES[3], 203)]),
     "pair": (PROMPTS[2:4], [_params(TEMPERATURES[2], 202), _params(TEMPERATURES[3], 203)]),
+    "trio": (PROMPTS[1:6:2], [_params(t, 401 + i) for i, t in enumerate((0.0, 1e-6, 1.0))]),
     # Two requests that fit together at first, and not to their ends, into KV for one of them.
     "crowded": (
         [PROMPTS[3], PROMPTS[3][::-1]],

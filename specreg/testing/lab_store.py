@@ -23,7 +23,7 @@ class LabStore:
 
     def lab(self, owner: object, subject: Callable[[], Subject], tps: tuple[int, ...]) -> Lab:
         """The lab of an owner, made when its subject is first needed."""
-        if self._lab is None or self._owner is not owner:
+        if self._lab is None or self._owner != owner:
             self._close_lab()
             self._lab, self._owner = Lab(subject(), tps, self._pool), owner
         return self._lab

@@ -20,12 +20,12 @@ def kit_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def toy(kit_target: Path, specreg_labs: LabStore) -> Callable[[str], Lab]:
+def toy(kit_target: Path, specreg_labs: LabStore) -> Callable[..., Lab]:
     """A lab for a toy by name."""
 
-    def make(name: str) -> Lab:
+    def make(name: str, tps: tuple[int, ...] = (1, 2)) -> Lab:
         speculative = {"method": name, "num_speculative_tokens": 3}
         subject = Subject(speculative, str(kit_target), plugins=("toys:PLUGIN",))
-        return specreg_labs.lab(name, lambda: subject, (1, 2))
+        return specreg_labs.lab((name, tps), lambda: subject, tps)
 
     return make

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from specreg.testing.checks.matrix import combinations, each, same_bits, same_tokens, violations
 from specreg.testing.checks.result import Case, Check, not_run, passed, verdict
-from specreg.testing.lab import Lab, Settings
+from specreg.testing.lab import Lab
 from specreg.testing.observed import Twist
 from specreg.testing.recording import Cells
+from specreg.testing.settings import Settings
 
 __all__ = ["CHECKS"]
 

@@ -13,9 +13,11 @@ from specreg.testing.assertions import deviation_sigma
 from specreg.testing.calls import CALLS, DISTRIBUTION_PROMPT
 from specreg.testing.checks.matrix import combinations, each
 from specreg.testing.checks.result import Case, Check
-from specreg.testing.lab import Lab, Run, Settings
+from specreg.testing.lab import Lab
 from specreg.testing.observed import Twist
 from specreg.testing.packed import PackedRequests
+from specreg.testing.settings import Settings
+from specreg.testing.turn_engine import Run
 
 __all__ = ["CHECKS"]
 
@@ -42,7 +44,7 @@ def greedy_drafts(lab: Lab) -> Iterator[Case]:
     """Drafts that are argmaxes, without a cache, change no token."""
 
     def problems(settings: Settings) -> Iterator[str]:
-        yield from _not_greedy(lab, lab.run(settings, "mixed"), "mixed")
+        yield from _not_greedy(lab, lab.run(settings, "trio"), "trio")
 
     yield from each(lab, (lab.plain(tp, drafts="greedy") for tp in lab.tps), problems)
 
@@ -51,7 +53,7 @@ def missing_drafts(lab: Lab) -> Iterator[Case]:
     """Drafts of -1, from none to all of a proposal."""
 
     def problems(settings: Settings) -> Iterator[str]:
-        yield from _not_greedy(lab, lab.run(settings, "mixed"), "mixed")
+        yield from _not_greedy(lab, lab.run(settings, "trio"), "trio")
 
     settings = (lab.plain(tp, twist=Twist.DROPPED) for tp in lab.tps)
     yield from each(lab, settings, problems)
@@ -116,9 +118,10 @@ def _wrong_acceptance(run: Run, call: str) -> Iterator[str]:
 def _not_greedy(lab: Lab, run: Run, call: str) -> Iterator[str]:
     """Greedy requests of a call that leave the baseline where it has no near-tie."""
     baseline = lab.run(Settings(is_baseline=True, max_num_seqs=8), "greedy")
+    alone = dict(zip(CALLS["greedy"][0], baseline.tokens, strict=True))
     prompts, params = CALLS[call]
-    for prompt, wanted in enumerate(baseline.tokens):
-        got = run.tokens[prompt]
+    for prompt, got in enumerate(run.tokens):
+        wanted = alone[prompts[prompt]]
         if params[prompt].temperature > 0 or got == wanted:
             continue
         pairs = zip(got, wanted, strict=False)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from specreg.testing.checks.result import Case, failed, told, verdict
-from specreg.testing.lab import Lab, Run, Settings
+from specreg.testing.lab import Lab
 from specreg.testing.recording import Key
+from specreg.testing.settings import Settings
+from specreg.testing.turn_engine import Run
 
 __all__ = [
     "case_name",

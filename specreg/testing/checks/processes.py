@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from specreg.config import EngineConfig
 from specreg.runtime.engine import Engine
@@ -18,6 +17,7 @@ from specreg.testing.calls import CALLS
 from specreg.testing.checks.result import Case, Check, failed, passed, told, verdict
 from specreg.testing.lab import Lab
 from specreg.testing.subject import Subject
+from specreg.testing.turn_engine import JoinedRanks
 
 __all__ = ["CHECKS", "generate_on_rank"]
 
@@ -37,25 +37,8 @@ def generate_on_rank(
         while payload := tp.broadcast_bytes(None):
             runner.execute(StepPlan.from_bytes(payload))
         return None
-    outputs = Engine(config, cast(RankGroup, _Joined(tp)), runner).generate(*CALLS[CALL])
+    outputs = Engine(config, cast(RankGroup, JoinedRanks(tp)), runner).generate(*CALLS[CALL])
     return [output.token_ids for output in outputs], outputs.stats.num_collectives
-
-
-class _Joined:
-    """What an `Engine` asks of its `RankGroup`, when the ranks have joined already."""
-
-    def __init__(self, tp: TensorParallel) -> None:
-        self.tp = tp
-        self.process_ids: list[int] = []
-
-    def begin_run(self) -> None:
-        """The other ranks are in the loop."""
-
-    def explaining_failures(self) -> Any:
-        return nullcontext()
-
-    def close(self) -> None:
-        """The pool closes the group."""
 
 
 def gloo(lab: Lab) -> Iterator[Case]:

@@ -12,9 +12,10 @@ from specreg.policy import resolve
 from specreg.speculator import Speculator
 from specreg.testing.checks.matrix import combinations, each, violations
 from specreg.testing.checks.result import Case, Check, failed, not_run, passed, told, verdict
-from specreg.testing.lab import Lab, Settings
+from specreg.testing.lab import Lab
 from specreg.testing.loading import load_speculator
 from specreg.testing.observed import Twist
+from specreg.testing.settings import Settings
 
 __all__ = ["CHECKS"]
 
@@ -130,7 +131,7 @@ def declared_probabilistic(lab: Lab) -> Iterator[Case]:
     """A cache exists exactly where probabilistic drafts are declared and asked for."""
     for drafts in ("greedy", "probabilistic"):
         wants = drafts == "probabilistic" and lab.has_cache
-        run = lab.run(lab.plain(drafts=drafts), "mixed")
+        run = lab.run(lab.plain(drafts=drafts), "trio")
         assert run.plan is not None
         wrong = [] if run.plan.has_cache == wants else [f"a cache of {run.plan.bytes_per_rank} B"]
         yield verdict(f"{drafts}: {'a' if wants else 'no'} cache", wrong)

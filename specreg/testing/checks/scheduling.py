@@ -18,8 +18,10 @@ from specreg.testing.checks.matrix import (
     violations,
 )
 from specreg.testing.checks.result import Case, Check, not_run, passed, verdict
-from specreg.testing.lab import Lab, Run, Settings
+from specreg.testing.lab import Lab
 from specreg.testing.observed import Twist
+from specreg.testing.settings import Settings
+from specreg.testing.turn_engine import Run
 
 __all__ = ["CHECKS"]
 
@@ -157,7 +159,7 @@ def idle_rank(lab: Lab) -> Iterator[Case]:
         if not any(log.idle_steps for log in run.logs):
             lines.append("every rank had a request to verify")
         yield verdict(f"tp {tp}, one request", lines)
-        few = lab.run(lab.plain(tp, max_num_seqs=tp - 1), "mixed")
+        few = lab.run(lab.plain(tp, max_num_seqs=tp - 1), "trio")
         assert few.plan is not None
         lines = violations(few, *ALL_KINDS)
         if few.plan.num_shards != 1:
