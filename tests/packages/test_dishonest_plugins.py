@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from editable_projects import install_project, projects
 
+from specreg.cli import main
 from specreg.errors import PolicyError
 from specreg.registry import get_registry
 from specreg.testing import CHECKS, Lab, tiny_subject
@@ -42,6 +44,15 @@ def test_a_writer_past_the_owner_mask_fails_and_is_told_which_byte_of_which_row(
     assert "wrote" in failed[0].detail
     assert "byte" in failed[0].detail
     assert "of row 0 (slot 1), step 0" in failed[0].detail
+
+
+def test_the_check_of_it_fails_and_names_what_is_not_proven(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "careless", "--tp", "2", "--json"])
+    assert ended.value.code == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    failed = [check["check"] for check in checks if check["status"] == "failed"]
+    assert any("owned requests are written" in name for name in failed)
 
 
 @pytest.mark.parametrize("lab", ["suffix_counts"], indirect=True)
