@@ -46,6 +46,7 @@ def test_a_writer_past_the_owner_mask_fails_and_is_told_which_byte_of_which_row(
     assert "of row 0 (slot 1), step 0" in failed[0].detail
 
 
+@pytest.mark.slow
 def test_the_check_of_it_fails_and_names_what_is_not_proven(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", "careless", "--tp", "2", "--json"])
