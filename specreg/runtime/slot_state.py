@@ -35,11 +35,9 @@ class SlotState:
     def admit(self, admission: Admission) -> None:
         """Take over the parameters of the request that got the slot."""
         slot = admission.slot
-        self.temperature[slot] = admission.temperature
-        self.seeds[slot] = admission.seed
-        self.top_k[slot] = admission.top_k
-        self.top_p[slot] = admission.top_p
-        self.min_p[slot] = admission.min_p
+        for name in ("temperature", "seed", "top_k", "top_p", "min_p"):
+            tensor = self.seeds if name == "seed" else getattr(self, name)
+            tensor[slot].fill_(getattr(admission, name))  # Assigning would wait for a device.
         cuts = admission.top_k > 0 or admission.top_p < 1 or admission.min_p > 0
         if cuts and admission.temperature > 0:
             self._slots_with_cutoffs.add(slot)

@@ -44,7 +44,7 @@ def plan_of(sharding, *, max_num_seqs=256, vocab_size=248_320, dtype="bfloat16",
 
 
 def of_rank(plan, rank):
-    return dataclasses.replace(plan, provisional=False, shard_idx=rank)
+    return dataclasses.replace(plan, provisional=False, shard_idx=rank % plan.num_shards)
 
 
 class Peak:

@@ -135,3 +135,20 @@ def test_a_drafter_of_another_architecture_changes_no_greedy_token(
         with Engine.from_config(EngineConfig.parse({**config, **extra})) as engine:
             outputs.append([output.token_ids for output in engine.generate(texts, params)])
     assert outputs[0] == outputs[1]
+
+
+def test_a_request_outlives_the_positions_of_its_drafter(tmp_path: Path) -> None:
+    target = save_tiny_model("llama", tmp_path / "target")
+    draft = save_tiny_model(
+        "llama", tmp_path / "draft", max_position_embeddings=24, num_hidden_layers=2
+    )
+    config = {"target": str(target), "max_model_len": 64}
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    outputs = []
+    for extra in ({}, {"speculative": speculative}):
+        with Engine.from_config(EngineConfig.parse({**config, **extra})) as engine:
+            outputs.append(engine.generate(["0123456789"], params))
+    assert outputs[0][0].token_ids == outputs[1][0].token_ids
+    # Positions 10 to 23 can be read by the drafter: no round begins with drafts behind them.
+    assert 0 < outputs[1].stats.num_drafts <= 14

@@ -29,7 +29,7 @@ class DraftModelSpeculator(SpeculatorBase):
 
     The first pass reads what the target has just decided and samples draft 1; each further pass
     reads one draft and samples the next. The last draft is never read: if it is accepted, the next
-    round's first pass reads it.
+    round's first pass reads it. A request beyond the drafter's own positions goes on without drafts.
     """
 
     def __init__(self, context: SpeculatorContext) -> None:
@@ -63,6 +63,8 @@ class DraftModelSpeculator(SpeculatorBase):
                 got=f"{self.model.vocab_size}; allowed: the target's {target.vocab_size}",
                 fix="choose a draft model of the target's family, with the same tokenizer",
             )
+        if self.model.max_model_len is not None:
+            self.max_model_len = min(self.max_model_len, self.model.max_model_len)
         self.hidden = torch.zeros(
             self.slots.shape[0],
             self.model.hidden_size,
@@ -98,4 +100,6 @@ class DraftModelSpeculator(SpeculatorBase):
                 hidden = self.model.forward(drafts[-1].clamp(min=0), rows, self.kv).hidden
             logits = self.model.compute_logits(hidden)
             drafts.append(self.sampler.sample(logits, step, start + step + 1))
-        return DraftOutput(torch.stack(drafts, dim=1))
+        tokens = torch.stack(drafts, dim=1)
+        read = start.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        return DraftOutput(tokens.masked_fill(read >= self.max_model_len, -1))
