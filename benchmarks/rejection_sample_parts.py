@@ -26,27 +26,28 @@ from rejection_sample import (
 
 from specreg.kernels.rejection_sample import kernel, prepare
 from specreg.kernels.rejection_sample.block import kernel as block
+from specreg.kernels.rejection_sample.blocks.kernel import launch_target_blocks
 from specreg.kernels.rejection_sample.prepare import Part
-from specreg.kernels.rejection_sample.rows import kernel as rows
+from specreg.kernels.rejection_sample.rows.kernel import launch_judge
 
 Launcher = Callable[[Part], None]
 
 LAUNCHERS: dict[str, list[Launcher]] = {
     "standard": [
-        rows.launch_target_blocks,
-        rows.launch_judge,
+        launch_target_blocks,
+        launch_judge,
         kernel.launch_residual_blocks,
         kernel.launch_draw,
     ],
     "block": [
-        rows.launch_target_blocks,
-        rows.launch_judge,
+        launch_target_blocks,
+        launch_judge,
         block.launch_block_residuals,
         block.launch_block_draw,
     ],
     "block, candidates": [
-        rows.launch_target_blocks,
-        rows.launch_judge,
+        launch_target_blocks,
+        launch_judge,
         block.launch_candidates_residual,
         block.launch_candidates_draw,
     ],
@@ -65,7 +66,7 @@ REPEATS = 10
 # Launcher, the constants of its programs, and the sizes to try of each.
 SWEEPS: list[tuple[Launcher, tuple[str, ...], list[tuple[int, ...]]]] = [
     (
-        rows.launch_target_blocks,
+        launch_target_blocks,
         ("BLOCKS_PER_PROGRAM", "NUM_WARPS"),
         [(2, 4, 8, 16), (1, 2, 4, 8)],
     ),
@@ -74,7 +75,7 @@ SWEEPS: list[tuple[Launcher, tuple[str, ...], list[tuple[int, ...]]]] = [
         ("RESIDUAL_BLOCKS_PER_PROGRAM", "RESIDUAL_NUM_WARPS"),
         [(2, 4, 8), (1, 2, 4)],
     ),
-    (rows.launch_judge, ("JUDGE_NUM_WARPS",), [(1, 2, 4, 8)]),
+    (launch_judge, ("JUDGE_NUM_WARPS",), [(1, 2, 4, 8)]),
     (kernel.launch_draw, ("DRAW_NUM_WARPS",), [(1, 2, 4, 8)]),
 ]
 

@@ -12,7 +12,8 @@ from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.rejection_sample import kernel, prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
 from specreg.kernels.rejection_sample.block import kernel as block
-from specreg.kernels.rejection_sample.rows import kernel as rows
+from specreg.kernels.rejection_sample.blocks.kernel import launch_target_blocks
+from specreg.kernels.rejection_sample.rows.kernel import launch_judge
 from specreg.kernels.rejection_sample.synthetic.kernel import launch_synthetic_judge
 from specreg.ownership import Shard
 
@@ -36,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BLOCK_VARIANTS = ["bf16", "four shards", "no cache", "reduced vocabulary", "candidates"]
 
 # Launchers of each method, by the name of what they launch.
-ROWS = {"blocks": rows.launch_target_blocks, "judge": rows.launch_judge}
+ROWS = {"blocks": launch_target_blocks, "judge": launch_judge}
 METHODS = {
     "standard": {
         **ROWS,

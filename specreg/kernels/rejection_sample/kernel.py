@@ -12,14 +12,16 @@ import triton.language as tl
 from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.blocks.kernel import (
+    launch_target_blocks,
+    request,
+)
 from specreg.kernels.rejection_sample.draws.kernel import emit, residual_sums
 from specreg.kernels.rejection_sample.prepare import Part, in_parts
 from specreg.kernels.rejection_sample.rows.kernel import (
     RESIDUAL,
     first_rejection,
     launch_judge,
-    launch_target_blocks,
-    request,
 )
 
 __all__ = ["draw_kernel", "launch_draw", "rejection_sample_triton", "residual_blocks_kernel"]
@@ -37,6 +39,7 @@ def residual_blocks_kernel(
     NUM_SHARDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Program (i, req): sum max(p - q, 0) over NUM_BLOCKS blocks, if that is what is drawn from."""
     req = tl.program_id(1).to(tl.int64)
@@ -46,7 +49,7 @@ def residual_blocks_kernel(
         return
     residual_sums(
         sums + req * rows.num_blocks, rows, target, batch, cache, req, slot, first_row + stop, stop,
-        1.0, NUM_ROWS, NUM_SHARDS, NUM_BLOCKS, BLOCK_SIZE,
+        1.0, NUM_ROWS, NUM_SHARDS, NUM_BLOCKS, BLOCK_SIZE, VECTOR,
     )  # fmt: skip
 
 
@@ -104,6 +107,7 @@ def launch_residual_blocks(part: Part) -> None:
         part.num_shards,
         some,
         BLOCK_SIZE,
+        part.vector,
         num_warps=prepare.RESIDUAL_NUM_WARPS,
     )
 

@@ -19,10 +19,10 @@ __all__ = ["BatchArgs", "Part", "RowArgs", "TargetArgs", "in_parts", "next_power
 # Requests whose scratch exists at a time: 2.1 MB for 7 drafts over 248,320 columns.
 REQUESTS_AT_ONCE = 64
 
-BLOCKS_PER_PROGRAM = 4
-NUM_WARPS = 1
-RESIDUAL_BLOCKS_PER_PROGRAM = 4
-RESIDUAL_NUM_WARPS = 1
+BLOCKS_PER_PROGRAM = 8
+NUM_WARPS = 2
+RESIDUAL_BLOCKS_PER_PROGRAM = 8
+RESIDUAL_NUM_WARPS = 4
 JUDGE_NUM_WARPS = 4
 DRAW_NUM_WARPS = 4
 
@@ -98,6 +98,11 @@ class Part(NamedTuple):
     def all_blocks(self) -> int:
         """A power of two at or above the blocks of a row."""
         return next_power_of_2(self.rows.num_blocks)
+
+    @property
+    def vector(self) -> int:
+        """Target logits that a thread reads at once, 16 bytes."""
+        return 16 // self.target.logits.element_size()
 
     def blocks_per_program(self, most: int) -> int:
         """Blocks of a program that reads logits: `most`, or fewer in a small vocabulary."""

@@ -17,6 +17,14 @@ from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 from specreg.kernels.random.kernel import uniform
 from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.blocks.kernel import (
+    LOG2E,
+    float_record,
+    launch_target_blocks,
+    load_target,
+    request,
+    scale_of,
+)
 from specreg.kernels.rejection_sample.draws.kernel import (
     emit,
     fraction,
@@ -26,18 +34,12 @@ from specreg.kernels.rejection_sample.draws.kernel import (
 from specreg.kernels.rejection_sample.prepare import Part, in_parts
 from specreg.kernels.rejection_sample.rows.kernel import (
     GREEDY,
-    LOG2E,
     RESIDUAL,
     TARGET,
     WITHOUT_DRAFT,
     accept_word,
-    float_record,
     launch_judge,
-    launch_target_blocks,
-    load_target,
     passes,
-    request,
-    scale_of,
     verdicts,
 )
 
@@ -111,6 +113,7 @@ def block_residuals_kernel(
     NUM_SHARDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Program (i, step, req): sum max(P p - q, 0) over NUM_BLOCKS blocks of a draft's row."""
     at_step = tl.program_id(1)
@@ -126,7 +129,7 @@ def block_residuals_kernel(
     at = sums + (req * (NUM_ROWS - 1) + at_step) * rows.num_blocks
     residual_sums(
         at, rows, target, batch, cache, req, slot, first_row + at_step, at_step, chance, NUM_ROWS,
-        NUM_SHARDS, NUM_BLOCKS, BLOCK_SIZE,
+        NUM_SHARDS, NUM_BLOCKS, BLOCK_SIZE, VECTOR,
     )  # fmt: skip
 
 
@@ -230,6 +233,7 @@ def candidates_residual_kernel(
     NUM_CANDIDATES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Program (i, req): sum max(P p - q, 0) over NUM_BLOCKS blocks, if that is drawn from."""
     req = tl.program_id(1).to(tl.int64)
@@ -242,7 +246,7 @@ def candidates_residual_kernel(
         return
     residual_sums(
         sums + req * rows.num_blocks, rows, target, batch, cache, req, slot, first_row + stop, stop,
-        chance, NUM_ROWS, NUM_SHARDS, NUM_BLOCKS, BLOCK_SIZE,
+        chance, NUM_ROWS, NUM_SHARDS, NUM_BLOCKS, BLOCK_SIZE, VECTOR,
     )  # fmt: skip
 
 
@@ -305,7 +309,7 @@ def launch_block_residuals(part: Part) -> None:
         block_residuals_kernel,
         (triton.cdiv(part.rows.num_blocks, some), part.num_rows - 1, part.num_reqs),
         *(part.sums, part.rows, part.target, part.batch, part.cache),
-        *(part.num_rows, part.num_steps, part.num_shards, some, BLOCK_SIZE),
+        *(part.num_rows, part.num_steps, part.num_shards, some, BLOCK_SIZE, part.vector),
         num_warps=prepare.RESIDUAL_NUM_WARPS,
     )
 
@@ -328,7 +332,8 @@ def launch_candidates_residual(part: Part) -> None:
         candidates_residual_kernel,
         (triton.cdiv(part.rows.num_blocks, some), part.num_reqs),
         *(part.sums, part.rows, part.target, part.batch, part.cache),
-        *(part.num_rows, part.num_steps, part.num_shards, part.num_candidates, some, BLOCK_SIZE),
+        *(part.num_rows, part.num_steps, part.num_shards, part.num_candidates),
+        *(some, BLOCK_SIZE, part.vector),
         num_warps=prepare.RESIDUAL_NUM_WARPS,
     )
 

@@ -8,26 +8,22 @@ import triton.language as tl
 
 from specreg.kernels.common.cells.kernel import cell_logits, statistics_of
 from specreg.kernels.common.kernel import (
+    SUM_BITS,
     clean_logits,
     draw_index,
     owned_row,
     sum_weights,
     to_units,
 )
+from specreg.kernels.drafting.kernel import block_columns, by_block
 from specreg.kernels.random.kernel import (
     STREAM_BONUS,
     STREAM_RESIDUAL,
     STREAM_TARGET,
     random_words,
 )
-from specreg.kernels.rejection_sample.draws import reference
-from specreg.kernels.rejection_sample.rows.kernel import (
-    GREEDY,
+from specreg.kernels.rejection_sample.blocks.kernel import (
     LOG2E,
-    MASS_MASK,
-    RESIDUAL,
-    SUM_UNIT,
-    WITHOUT_DRAFT,
     blocks_of,
     finite,
     float_record,
@@ -35,6 +31,13 @@ from specreg.kernels.rejection_sample.rows.kernel import (
     load_target,
     mass_units,
     scale_of,
+    sum_by_block,
+)
+from specreg.kernels.rejection_sample.draws import reference
+from specreg.kernels.rejection_sample.rows.kernel import (
+    GREEDY,
+    RESIDUAL,
+    WITHOUT_DRAFT,
 )
 
 __all__ = ["emit", "excess", "fraction", "fraction_units", "residual_sums"]
@@ -42,6 +45,7 @@ __all__ = ["emit", "excess", "fraction", "fraction_units", "residual_sums"]
 FRACTION_SCALE = tl.constexpr(2.0**reference.FRACTION_BITS)
 FRACTION_UNIT = tl.constexpr(2.0**-reference.FRACTION_BITS)
 RESIDUAL_FLOOR = tl.constexpr(reference.RESIDUAL_FLOOR)
+SUM_UNIT = tl.constexpr(2.0**-SUM_BITS.value)
 TINY = tl.constexpr(reference.TINY)
 
 
@@ -78,14 +82,14 @@ def residual_sums(
     NUM_SHARDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Sum max(weight p - q, 0) over the NUM_BLOCKS blocks of program axis 0; store to `sums`.
 
     As with target blocks: peak times a sum of integers, so that no order of adding can show.
     """
     first = tl.program_id(0) * NUM_BLOCKS
-    block = first + tl.arange(0, NUM_BLOCKS)
-    columns = block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    columns = block_columns(first, NUM_BLOCKS, BLOCK_SIZE, VECTOR)
     x = clean_logits(load_target(target, row, columns, True))
     scale = scale_of(tl.load(batch.temperature + slot))
     floats = float_record(rows, req, step, NUM_ROWS)
@@ -94,9 +98,13 @@ def residual_sums(
         x, tl.load(floats), scale, tl.load(floats + 1), weight, columns, first * BLOCK_SIZE, cache,
         cell_row, step, target.vocab_size, NUM_BLOCKS * BLOCK_SIZE,
     )  # fmt: skip
-    peak = tl.max(left, 1)
+    left = by_block(left, NUM_BLOCKS, VECTOR)
+    # Values that are not negative compare as their bits do, and a warp can compare integers.
+    bits = tl.max(tl.max(left, 3), 0).to(tl.int32, bitcast=True)
+    peak = tl.max(bits, 1).to(tl.float32, bitcast=True)
     inverse = tl.where(peak > TINY, tl.div_rn(1.0, peak), 0.0)
-    mass = sum_weights(left * inverse[:, None], 1)
+    mass = sum_by_block(left * inverse[None, :, None, None])
+    block = first + tl.arange(0, NUM_BLOCKS)
     tl.store(sums + block, peak * (mass.to(tl.float32) * SUM_UNIT), mask=block < rows.num_blocks)
 
 
@@ -111,7 +119,6 @@ def _draw_token(
     """Draw a block of a row with one word and a column of it with another."""
     scale = scale_of(tl.load(batch.temperature + slot))
     block, peak, mass = blocks_of(rows, req, step, NUM_ROWS, NUM_BLOCKS)
-    mass = mass & MASS_MASK
     at_draft = batch.draft_tokens + req * batch.draft_stride + step
     removed = tl.load(at_draft, mask=kind == WITHOUT_DRAFT, other=-1)
     if kind == WITHOUT_DRAFT:

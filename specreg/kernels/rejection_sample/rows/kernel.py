@@ -1,11 +1,10 @@
-"""Triton kernels and device helpers that the methods of `rejection_sample` share.
+"""Triton kernel that judges each row's draft by itself, and device helpers around it.
 
-Two launches come first in every method: `target_blocks_kernel` reduces blocks of each target row,
-`judge_kernel` judges each row's draft by itself. What they find lies in a record a row, `RowArgs`.
-Then the method decides how many drafts to keep and draws (`rejection_sample.draws`).
+Every method begins with `target_blocks_kernel` (`rejection_sample.blocks`) and a kernel like
+`judge_kernel`; what they find lies in a record a row, `RowArgs`. Then the method decides how many
+drafts to keep and draws (`rejection_sample.draws`).
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -13,7 +12,6 @@ from specreg.kernels.common import view
 from specreg.kernels.common.cells.kernel import cell_element, statistics_of
 from specreg.kernels.common.kernel import (
     LOGIT_MAX,
-    SUM_BITS,
     clean_logits,
     owned_row,
     sum_weights,
@@ -22,48 +20,39 @@ from specreg.kernels.draft_sample.reference import BLOCK_SIZE as SIZE
 from specreg.kernels.draft_sample.reference import MASS_BITS
 from specreg.kernels.random.kernel import STREAM_ACCEPT, random_words, uniform
 from specreg.kernels.rejection_sample import prepare
+from specreg.kernels.rejection_sample.blocks.kernel import (
+    LOG2E,
+    NUM_FLOATS,
+    NUM_INTS,
+    blocks_of,
+    finite,
+    float_record,
+    int_record,
+    load_target,
+    mass_units,
+    request,
+    scale_of,
+)
 
 __all__ = [
     "GREEDY",
-    "LOG2E",
-    "MASS_MASK",
-    "NUM_FLOATS",
     "RESIDUAL",
-    "SUM_UNIT",
     "TARGET",
     "WITHOUT_DRAFT",
     "accept_word",
-    "blocks_of",
     "draft_of",
-    "finite",
     "first_rejection",
-    "float_record",
     "greedy_token",
-    "int_record",
     "judge_kernel",
     "launch_judge",
-    "launch_target_blocks",
-    "load_target",
-    "mass_units",
     "passes",
-    "request",
     "row_total",
-    "scale_of",
     "store_judgement",
-    "target_blocks_kernel",
     "verdicts",
 ]
 
 CELL_STORED = tl.constexpr(view.CELL_STORED)
-LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-LOG2E = tl.constexpr(1.4426950408889634)
-MASS_SCALE = tl.constexpr(2.0 ** (MASS_BITS - SUM_BITS.value))
 MASS_UNIT = tl.constexpr(2.0**-MASS_BITS)
-SUM_UNIT = tl.constexpr(2.0**-SUM_BITS.value)
-
-# A mass takes 31 bits; the sign says that its block holds a NaN.
-NAN_FLAG = tl.constexpr(-(2**31))
-MASS_MASK = tl.constexpr(2**31 - 1)
 
 # Where a draft is not kept, its row's token is ...
 TARGET = tl.constexpr(0)  # drawn from p: there is no draft, or none with a distribution
@@ -76,114 +65,54 @@ GREEDY = tl.constexpr(3)  # known: the argmax
 ACCEPTED = tl.constexpr(1)
 UNUSABLE = tl.constexpr(8)
 
-NUM_FLOATS = tl.constexpr(prepare.NUM_FLOATS)
-NUM_INTS = tl.constexpr(prepare.NUM_INTS)
-
 
 @triton.jit
-def request(batch, req, NUM_ROWS: tl.constexpr):
-    """Slot, first logits row and number of logits rows; no rows for a padding row."""
-    slot = tl.load(batch.idx_mapping + req)
-    start = tl.load(batch.cu_num_logits + req).to(tl.int64)
-    end = tl.load(batch.cu_num_logits + req + 1).to(tl.int64)
-    return slot, start, tl.where(slot < 0, 0, tl.minimum(end - start, NUM_ROWS)).to(tl.int32)
-
-
-@triton.jit
-def scale_of(temperature):
-    """The factor on `logit - peak` that makes exp2 of it a weight."""
-    divisor = tl.where(temperature == 0.0, 1.0, temperature)
-    return tl.minimum(tl.div_rn(LOG2E, divisor), LARGEST)
-
-
-@triton.jit
-def finite(peak):
-    """A number to subtract where `peak` may be -inf: all that lies below it is -inf as well."""
-    return tl.where(peak == float("-inf"), 0.0, peak)
-
-
-@triton.jit
-def _larger_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def load_target(target, row, columns, mask):
-    return tl.load(
-        target.logits + row * target.stride + columns,
-        mask=mask & (columns < target.vocab_size),
-        other=float("-inf"),
-    )
-
-
-@triton.jit
-def float_record(rows, req, step, NUM_ROWS: tl.constexpr):
-    """Where the fp32 record of a request's row lies; `req` is int64."""
-    return rows.floats + (req * NUM_ROWS + step) * (rows.num_blocks + NUM_FLOATS)
-
-
-@triton.jit
-def int_record(rows, req, step, NUM_ROWS: tl.constexpr):
-    return rows.ints + (req * NUM_ROWS + step) * (rows.num_blocks + NUM_INTS)
-
-
-@triton.jit
-def target_blocks_kernel(
-    rows,
-    target,
-    batch,
+def _mended_blocks(
+    rows, target, req, step, row, scale,
     NUM_ROWS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-):
-    """Program (i, step, req): read NUM_BLOCKS blocks once, reduce each to its peak and its mass."""
-    step = tl.program_id(1)
-    req = tl.program_id(2).to(tl.int64)
-    slot, first_row, num_rows = request(batch, req, NUM_ROWS)
-    if step >= num_rows:
-        return
-    block = tl.program_id(0) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
-    columns = block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-    x = load_target(target, first_row + step, columns, True).to(tl.float32)
-    peak = tl.reduce(x, 1, _larger_or_nan)
-    flag = tl.zeros_like(block)
-    if tl.min((peak <= LOGIT_MAX).to(tl.int32), 0) == 0:  # rare: a NaN or +inf is there
-        flag = tl.where(peak == peak, 0, NAN_FLAG)
+):  # fmt: skip
+    """Peaks and masses of a row's blocks, and whether the row holds a NaN.
+
+    Blocks that came out wrong, rare, are reduced again here, one by one, and stored.
+    """
+    block, peak, mass = blocks_of(rows, req, step, NUM_ROWS, NUM_BLOCKS)
+    is_odd = tl.where(peak <= LOGIT_MAX, 0, 1)  # 1 for NaN
+    num_odd = tl.sum(is_odd, 0)
+    has_nan = num_odd < 0
+    while num_odd > 0:
+        odd = tl.argmax(is_odd, 0)
+        columns = odd * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        x = load_target(target, row, columns, True)
+        has_nan = has_nan | (tl.sum((x != x).to(tl.int32), 0) > 0)
         x = clean_logits(x)
-        peak = tl.max(x, 1)
-    scale = scale_of(tl.load(batch.temperature + slot))
-    mass = sum_weights(tl.exp2((x - peak[:, None]) * scale), 1)
-    mass = tl.where(peak == float("-inf"), 0, mass) | flag
-    live = block < rows.num_blocks
-    tl.store(float_record(rows, req, step, NUM_ROWS) + NUM_FLOATS + block, peak, mask=live)
-    tl.store(int_record(rows, req, step, NUM_ROWS) + NUM_INTS + block, mass, mask=live)
+        odd_peak = tl.max(x, 0)
+        odd_mass = sum_weights(tl.exp2((x - finite(odd_peak)) * scale), 0)
+        tl.store(float_record(rows, req, step, NUM_ROWS) + NUM_FLOATS + odd, odd_peak)
+        tl.store(int_record(rows, req, step, NUM_ROWS) + NUM_INTS + odd, odd_mass)
+        peak = tl.where(block == odd, odd_peak, peak)
+        mass = tl.where(block == odd, odd_mass, mass)
+        is_odd = tl.where(block == odd, 0, is_odd)
+        num_odd -= 1
+    return peak, mass, has_nan
 
 
 @triton.jit
-def blocks_of(rows, req, step, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr):
-    """Peaks and flagged masses of a row's blocks, and their numbers."""
-    block = tl.arange(0, NUM_BLOCKS)
-    live = block < rows.num_blocks
-    at = float_record(rows, req, step, NUM_ROWS) + NUM_FLOATS + block
-    peak = tl.load(at, mask=live, other=float("-inf"))
-    at = int_record(rows, req, step, NUM_ROWS) + NUM_INTS + block
-    return block, peak, tl.load(at, mask=live, other=0)
-
-
-@triton.jit
-def mass_units(peak, mass, top, scale):
-    """int64 masses of blocks relative to `top`, the largest logit of their row."""
-    return (mass.to(tl.float32) * MASS_SCALE * tl.exp2((peak - top) * scale)).to(tl.int64)
-
-
-@triton.jit
-def row_total(rows, req, step, scale, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr):
+def row_total(
+    rows, target, req, step, row, scale,
+    NUM_ROWS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """Top logit and log2 of the softmax denominator over it, block peaks, and whether unusable."""
-    _, peak, mass = blocks_of(rows, req, step, NUM_ROWS, NUM_BLOCKS)
+    peak, mass, has_nan = _mended_blocks(
+        rows, target, req, step, row, scale, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE
+    )
     top = tl.max(peak, 0)
-    is_unusable = (tl.min(mass, 0) < 0) | (top == float("-inf"))
+    is_unusable = has_nan | (top == float("-inf"))
     top = finite(top)
-    total = tl.sum(mass_units(peak, mass & MASS_MASK, top, scale), 0)
+    total = tl.sum(mass_units(peak, mass, top, scale), 0)
     log2_total = tl.log2(tl.maximum(total, 1).to(tl.float32) * MASS_UNIT)
     return top, log2_total, peak, is_unusable
 
@@ -258,7 +187,9 @@ def judge_kernel(
     draft, has_draft = draft_of(batch, req, step, num_rows, target.vocab_size)
     temperature = tl.load(batch.temperature + slot)
     scale = scale_of(temperature)
-    top, log2_total, peak, is_unusable = row_total(rows, req, step, scale, NUM_ROWS, NUM_BLOCKS)
+    top, log2_total, peak, is_unusable = row_total(
+        rows, target, req, step, row, scale, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE
+    )
     x = clean_logits(load_target(target, row, draft, has_draft))
     log2_p = (x - top) * scale - log2_total
 
@@ -308,22 +239,6 @@ def first_rejection(rows, req, num_rows, NUM_ROWS: tl.constexpr, NUM_STEPS: tl.c
     is_accepted, kinds, num_unusable = verdicts(rows, req, step, num_rows, NUM_ROWS)
     stop = tl.min(tl.where(is_accepted, NUM_STEPS, step), 0)
     return stop, tl.sum(tl.where(step == stop, kinds, 0), 0), num_unusable
-
-
-def launch_target_blocks(part: prepare.Part) -> None:
-    """The launch that reads the target."""
-    some = part.blocks_per_program(prepare.BLOCKS_PER_PROGRAM)
-    part.launch(
-        target_blocks_kernel,
-        (triton.cdiv(part.rows.num_blocks, some), part.num_rows, part.num_reqs),
-        part.rows,
-        part.target,
-        part.batch,
-        part.num_rows,
-        some,
-        SIZE,
-        num_warps=prepare.NUM_WARPS,
-    )
 
 
 def launch_judge(part: prepare.Part) -> None:

@@ -12,6 +12,11 @@ from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 from specreg.kernels.random.kernel import uniform
 from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
+from specreg.kernels.rejection_sample.blocks.kernel import (
+    launch_target_blocks,
+    request,
+    scale_of,
+)
 from specreg.kernels.rejection_sample.kernel import launch_draw
 from specreg.kernels.rejection_sample.prepare import Part, in_parts
 from specreg.kernels.rejection_sample.rows.kernel import (
@@ -20,10 +25,7 @@ from specreg.kernels.rejection_sample.rows.kernel import (
     accept_word,
     draft_of,
     greedy_token,
-    launch_target_blocks,
-    request,
     row_total,
-    scale_of,
     store_judgement,
 )
 
@@ -49,7 +51,10 @@ def synthetic_judge_kernel(
     draft, has_draft = draft_of(batch, req, step, num_rows, target.vocab_size)
     temperature = tl.load(batch.temperature + slot)
     scale = scale_of(temperature)
-    top, log2_total, peak, is_unusable = row_total(rows, req, step, scale, NUM_ROWS, NUM_BLOCKS)
+    row = first_row + step
+    top, log2_total, peak, is_unusable = row_total(
+        rows, target, req, step, row, scale, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE
+    )
     rate = tl.load(rates + step, mask=has_draft, other=0.0)
     before = tl.load(rates + step - 1, mask=has_draft & (step > 0), other=1.0)
     word = accept_word(batch, req, slot, step)
@@ -57,7 +62,7 @@ def synthetic_judge_kernel(
     token = draft
     kind = tl.where(temperature == 0.0, GREEDY, TARGET)
     if temperature == 0.0:
-        token = greedy_token(target, first_row + step, peak, BLOCK_SIZE)
+        token = greedy_token(target, row, peak, BLOCK_SIZE)
     store_judgement(
         rows, req, step, top, log2_total, 0.0, is_accepted, kind, is_unusable, token, NUM_ROWS
     )
