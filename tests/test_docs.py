@@ -13,7 +13,8 @@ from specreg.cli import main
 from specreg.registry import Registry
 from specreg.rules import CORE_RULES
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 def snippets(page: str, language: str) -> list[str]:
@@ -42,3 +43,25 @@ def test_the_page_on_the_policy_lists_the_rules_in_order():
     page = (DOCS / "policy.md").read_text()
     listed = re.findall(r"^\| `([\w-]+)` \|", page, flags=re.MULTILINE)
     assert listed == [rule.name for rule in CORE_RULES]
+
+
+def test_the_python_on_the_readme_runs_from_the_root(monkeypatch, capsys):
+    (source,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    monkeypatch.chdir(ROOT)
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_commands_on_the_readme_are_understood(monkeypatch):
+    """`generate` is shown by the demo's own test; here it only has to parse."""
+    text = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"^```console\n(\$ specreg list.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = re.split(r"^\$ ", shown.replace("\\\n", " "), flags=re.MULTILINE)[1:]
+    monkeypatch.chdir(ROOT)
+    for command in commands:
+        words = shlex.split(command, comments=True)[1:]
+        if words[0] in ("list", "plan"):
+            with pytest.raises(SystemExit, match="0"):
+                main(words)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 import math
 import mmap
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor

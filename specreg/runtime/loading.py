@@ -13,7 +13,7 @@ from specreg.capabilities import TargetNeeds
 from specreg.config import EngineConfig, SpeculativeConfig
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
-from specreg.errors import ConfigError, PluginError
+from specreg.errors import ConfigError, PluginError, PolicyError
 from specreg.memory import GIB
 from specreg.ownership import Shard
 from specreg.policy import (
@@ -150,6 +150,13 @@ def load_models(
     max_model_len = _max_model_len(config, target)
     rejection_sampler = make_rejection_sampler(config, target.vocab_size, tp.device, registry)
     drafting = None
+    if config.speculative is None and config.draft_logits_sharding == "require":
+        raise PolicyError(
+            "a sharded draft-logits cache is required, and nothing drafts",
+            where="config.draft_logits_sharding",
+            got="'require' without a speculative config",
+            fix="set speculative_config, or draft_logits_sharding to 'auto'",
+        )
     if config.speculative is not None:
         report(f"loading speculator {config.speculative.model or config.speculative.method}")
         drafting = _load_drafting(

@@ -261,6 +261,25 @@ def test_each_rank_says_at_start_what_its_cache_takes_and_why(
     assert "not sharded: batch-sharded-sampling" in line
 
 
+def test_the_lines_of_the_other_ranks_are_seen_too(
+    run: Run, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "specreg"):
+        run(
+            drafts="probabilistic",
+            prompts=["a"],
+            tensor_parallel_size=2,
+            enable_batch_sharded_sampling=True,
+        )
+    assert "rank 0: draft-logits cache of 4 rows" in caplog.text
+    assert "rank 1: draft-logits cache of 4 rows" in capfd.readouterr().err
+
+
+def test_require_without_a_speculator_is_refused(run: Run) -> None:
+    with pytest.raises(PolicyError, match="nothing drafts"):
+        run(draft_logits_sharding="require")
+
+
 def test_require_refuses_a_run_that_cannot_shard(run: Run) -> None:
     with pytest.raises(PolicyError, match="batch-sharded-sampling"):
         run(drafts="probabilistic", draft_logits_sharding="require")
