@@ -56,6 +56,8 @@ def check(
 
         disable_progress_bar()  # type: ignore[no-untyped-call]
         with Lab(tiny_subject(name, Path(folder)), tps) as lab:
+            if max(tps) > 1:
+                lab.pool.start(max(tps))  # They import while the first checks run.
             results = list(_run(CHECKS, lab))
             capabilities = lab.capabilities
     is_ok = all(result.is_ok for result in results)

@@ -52,7 +52,7 @@ CALLS: Mapping[str, Call] = {
     "crowded": (
         [PROMPTS[3], PROMPTS[3][::-1]],
         [
-            SamplingParams(max_tokens=20, temperature=0.0, seed=300 + i, ignore_eos=True)
+            SamplingParams(max_tokens=14, temperature=0.0, seed=300 + i, ignore_eos=True)
             for i in range(2)
         ],
     ),

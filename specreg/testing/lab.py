@@ -148,13 +148,14 @@ class Lab:
         self.close()
 
     def _engine(self, settings: Settings) -> TurnEngine:
-        """The engine for these settings, loaded once; its very first call is "alone"."""
+        """The engine for these settings, loaded once; a plain one's very first call is "alone"."""
         loaded = _loaded(settings)
         if loaded not in self._engines:
             try:
                 engine = TurnEngine(self.config(loaded), self.registry, self.capabilities)
                 self._engines[loaded] = engine
-                self._runs[loaded, "alone"] = engine.generate("alone", loaded)
+                if loaded == self.plain(loaded.tp):
+                    self._runs[loaded, "alone"] = engine.generate("alone", loaded)
             except Exception as error:
                 self._engines[loaded] = error
         found = self._engines[loaded]

@@ -17,7 +17,12 @@ __all__ = ["RankPool"]
 
 TIMEOUT_SECONDS = 240.0
 # Imported once, by the process that all ranks are forked from.
-PRELOADED = ["torch", "transformers", "specreg.runtime.engine"]
+PRELOADED = [
+    "specreg.runtime.engine",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class RankPool:
@@ -34,6 +39,25 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_jobs = 0
 
+    def start(self, num_ranks: int) -> None:
+        """Start that many processes, so that a later job finds them ready."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory()
+        methods = multiprocessing.get_all_start_methods()
+        has_server = "forkserver" in methods
+        context = multiprocessing.get_context("forkserver" if has_server else "spawn")
+        if has_server:
+            context.set_forkserver_preload(PRELOADED)
+        while len(self._pipes) < num_ranks:
+            ours, theirs = context.Pipe()
+            process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+                target=_serve, args=(theirs,), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(tp, *args)` on every rank of a group of `num_ranks`, in order of rank.
 
@@ -45,7 +69,7 @@ class RankPool:
             RankFailedError: a rank raised, died, or does not answer; the pool is closed.
         """
         assert num_ranks <= self.size
-        self._start(num_ranks)
+        self.start(num_ranks)
         assert self._folder is not None
         store = str(Path(self._folder.name, f"store-{self._num_jobs}"))
         self._num_jobs += 1
@@ -76,24 +100,6 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-    def _start(self, num_ranks: int) -> None:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory()
-        methods = multiprocessing.get_all_start_methods()
-        has_server = "forkserver" in methods
-        context = multiprocessing.get_context("forkserver" if has_server else "spawn")
-        if has_server:
-            context.set_forkserver_preload(PRELOADED)
-        while len(self._pipes) < num_ranks:
-            ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(theirs,), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
 
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:

@@ -21,7 +21,7 @@ from specreg.testing.turn_engine import JoinedRanks
 
 __all__ = ["CHECKS", "generate_on_rank"]
 
-CALL = "mixed"
+CALL = "trio"
 
 
 def generate_on_rank(
