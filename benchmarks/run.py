@@ -1,0 +1,140 @@
+"""Runs every benchmark on this device and writes one table.
+
+Each script runs in a process of its own; it times a case only after the op matched its torch twin
+there, and one that fails is named in the table and in the exit status. The results,
+`benchmarks/results/<device>.md` and `.json`, say device, versions, shape, dtype, median, spread,
+bytes, limit, ratio and launches.
+
+    python benchmarks/run.py [NAME ...] [--output FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+FOLDER = Path(__file__).parent
+BENCHMARKS = (
+    "draft_sample",
+    "gumbel_sample",
+    "cache_candidates",
+    "rejection_sample",
+    "paged_attention",
+)
+# Columns that every benchmark has; whatever else a row holds is its shape.
+MEASURED = {
+    "us": "us",
+    "spread_us": "spread",
+    "eager_us": "eager",
+    "host_us": "host",
+    "moved_mb": "MB",
+    "limit_us": "limit",
+    "ratio": "ratio",
+    "num_launches": "launches",
+}
+DETAIL = ("launches",)
+
+
+def environment() -> dict[str, str]:
+    """Device and versions."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "python": platform.python_version(),
+    }
+
+
+def driver_version() -> str:
+    """What `nvidia-smi` says, where there is one."""
+    if (command := shutil.which("nvidia-smi")) is None:
+        return "unknown"
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    return answer.stdout.split("\n")[0] or "unknown"
+
+
+def run_benchmark(name: str) -> dict[str, Any]:
+    """What a script reports, or its error."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
+        start = time.monotonic()
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        seconds = round(time.monotonic() - start, 1)
+        if done.returncode == 0:
+            return json.loads(path.read_text()) | {"seconds": seconds}
+    error = done.stderr.strip().splitlines() or ["no message"]
+    return {"error": error[-1], "rows": [], "seconds": seconds}
+
+
+def table(name: str, result: dict[str, Any]) -> str:
+    """One benchmark in Markdown."""
+    lines = [f"## {name}", ""]
+    if "error" in result:
+        return "\n".join([*lines, f"failed: {result['error']}", ""])
+    rows = result["rows"]
+    shape = [key for key in rows[0] if key not in MEASURED and key not in DETAIL]
+    measured = [key for key in MEASURED if any(key in row for row in rows)]
+    heads = [key.removeprefix("num_").replace("_", " ") for key in shape]
+    heads += [MEASURED[key] for key in measured]
+    lines += [
+        f"A copy moves {result['copy_tb_per_s']:.2f} TB/s.",
+        "",
+        f"| {' | '.join(heads)} |",
+        f"| {' | '.join('---' for _ in heads)} |",
+    ]
+    lines += (
+        f"| {' | '.join(str(row.get(key, '')) for key in (*shape, *measured))} |" for row in rows
+    )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--output", metavar="FOLDER", default=FOLDER / "results", type=Path)
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(BENCHMARKS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(BENCHMARKS)}")
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA or ROCm device")
+    facts = environment()
+    results = {name: run_benchmark(name) for name in options.names or BENCHMARKS}
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / re.sub(r"\W+", "-", facts["device"].lower())
+    versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device")
+    page = [
+        f"# {facts['device']}",
+        "",
+        f"{versions}. Times in microseconds: `us` is the median of replays from a CUDA graph, "
+        "`spread` what lies between its first and last decile, `eager` the median of calls "
+        "launched one by one, `host` what the host needs for a call. `limit` is the bytes that "
+        "must move, over the bandwidth of a copy; `ratio` is `us` over it.",
+        "",
+        *(table(name, result) for name, result in results.items()),
+    ]
+    path.with_suffix(".md").write_text("\n".join(page))
+    path.with_suffix(".json").write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    print(f"written: {path}.md and .json")
+    failed = [name for name, result in results.items() if "error" in result]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
