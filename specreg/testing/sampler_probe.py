@@ -89,4 +89,5 @@ class SamplerProbe:
 
     def _candidates(self, ids: Tensor, scores: Tensor) -> Tensor:
         full = torch.full((len(ids), self.sampler.vocab_size), -torch.inf)
-        return full.scatter(1, ids.long(), scores.float())
+        scores = scores.float().masked_fill(ids < 0, -torch.inf)
+        return full.scatter_reduce(1, ids.clamp(min=0).long(), scores, "amax")

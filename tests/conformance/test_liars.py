@@ -99,10 +99,21 @@ def test_an_honest_toy_keeps_every_promise(toy):
     assert broken_promises(toy("Bigrams"), CHECKS) == []
 
 
-@pytest.mark.parametrize("toy_name", ["Unmasked", "GreedyOnly"])
-def test_what_an_honest_toy_does_not_declare_is_refused(toy, toy_name):
-    checks = [check for check in CHECKS if check.name.startswith(("capabilities", "cache"))]
+@pytest.mark.parametrize(
+    "toy_name", ["Unmasked", "GreedyOnly", "SaysFullCache", "Reduced", "Candidates"]
+)
+def test_what_an_honest_toy_declares_is_used_and_all_else_refused(toy, toy_name):
+    groups = ("capabilities", "cache", "layouts", "protocol: drafts", "lossless: greedy")
+    checks = [check for check in CHECKS if check.name.startswith(groups)]
     assert broken_promises(toy(toy_name), checks) == []
+
+
+@pytest.mark.parametrize("toy_name", ["Reduced", "Candidates"])
+def test_drafts_of_part_of_the_vocabulary_are_lossless_in_every_layout(toy, toy_name):
+    lab = toy(toy_name, (1,))
+    assert len(lab.layouts) == 2
+    checks = [check for check in CHECKS if check.name.startswith("lossless")]
+    assert broken_promises(lab, checks) == []
 
 
 def test_a_case_that_cannot_run_fails_unless_it_is_declared(toy):

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specreg.capabilities import Capabilities, DraftingStyle, TargetNeeds
+from specreg.capabilities import (
+    Capabilities,
+    DraftingStyle,
+    DraftLogitsLayout,
+    FusedSampling,
+    TargetNeeds,
+)
 from specreg.plugin import SpeculatorSpec, hookimpl
 from specreg.speculator import DraftOutput, ProposeInputs, SpeculatorBase, TargetView
 
@@ -226,6 +232,44 @@ class GreedyOnly(Bigrams):
     """Honest, without a distribution: there is no cache."""
 
     changes: ClassVar = {"supports_probabilistic": False}
+
+
+class Reduced(Bigrams):
+    """Honest, with a head of seven columns: each is a target id of its own."""
+
+    changes: ClassVar = {
+        "layouts": frozenset({DraftLogitsLayout.DENSE, DraftLogitsLayout.DRAFT_VOCAB}),
+        "draft_vocab_size": 7,
+    }
+
+    def load_model(self, target):
+        super().load_model(target)
+        self.target_ids = torch.tensor([1, 2, 4, 8, 11, 12, 16])
+
+    def logits(self, inputs, token, step):
+        return self.table[token][:, self.target_ids]
+
+
+class Candidates(Bigrams):
+    """Honest, scoring the four best alone."""
+
+    changes: ClassVar = {
+        "layouts": frozenset({DraftLogitsLayout.DENSE, DraftLogitsLayout.TOP_K}),
+        "num_candidates": 4,
+    }
+
+    def sample(self, inputs, logits, step, positions):
+        scores, ids = logits.topk(4, dim=1)
+        return self.sampler.sample_candidates(ids, scores, step, positions)
+
+
+class SaysFullCache(Bigrams):
+    """Honest about a fused sampler that writes every row: it withdraws when it is loaded."""
+
+    changes: ClassVar = {"fused_sampling": FusedSampling.FULL_CACHE}
+
+    def supports_batch_sharded_draft_logits(self):
+        return False
 
 
 class WithdrawsAtLoad(Bigrams):
