@@ -44,6 +44,8 @@ class DraftLogitsCache:
         vocab_size: columns of the target's vocabulary.
         target_ids: the target id of each draft column; None where they are the same.
         logits, temperature, logsumexp, ids, target_to_draft: as in `DraftLogitsView`.
+        may_have_bare_cells: whether `mark_bare` was ever called. A host that captures verification
+            in a CUDA graph before that sets it first, or the graph will not look for bare cells.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class DraftLogitsCache:
         self.layout = layout
         self.vocab_size = vocab_size
         self.target_ids = target_ids
+        self.may_have_bare_cells = False
         self.logits = logits
         self.temperature = logits.new_zeros(rows, num_steps, dtype=torch.float32)
         self.logsumexp = torch.zeros_like(self.temperature)
@@ -182,6 +185,7 @@ class DraftLogitsCache:
         Raises:
             TensorError: `idx_mapping` is not int64, or on another device.
         """
+        self.may_have_bare_cells = True
         rows, num_steps = self._rows_of(idx_mapping, "mark_bare"), self._states.shape[1]
         cells = rows * num_steps + steps
         # Nobody's row has no temperature, so both are scattered beside the cache and then selected.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +13,7 @@ from specreg.capabilities import DraftLogitsLayout
 from specreg.cutoffs import apply_cutoffs
 from specreg.draft_logits import DraftLogitsCache
 from specreg.errors import ConfigError, InternalError
-from specreg.kernels import rejection_sample
+from specreg.kernels import cell_statistics, rejection_sample
 from specreg.kernels.rejection_sample.batch import RejectionOutput as VerifyOutput
 from specreg.kernels.rejection_sample.op import METHODS
 from specreg.spelling import known_names
@@ -91,19 +91,35 @@ class RejectionSampler:
     Order: temperature, top_k, top_p, min_p; then drafts are judged against what is left. Drafts
     keep the distribution that they were drawn from, whatever the cut-offs.
 
+    Cells whose logits were stored bare get their statistics first, where the cache may hold some.
+
     Args:
-        method: how drafts are judged; `"standard"`.
+        method: how drafts are judged: `"standard"`, `"block"`, or `"synthetic"`, which accepts at
+            given rates and is not lossless.
         vocab_size: columns of the target's vocabulary.
+        acceptance_rates: of `synthetic`, one a draft: the probability that it and all before it are
+            accepted.
+        acceptance_length: of `synthetic` in place of rates: mean tokens a round. As many drafts as
+            fit into it are accepted for certain, the next one with what is left, so the length
+            varies as little as it can.
 
     Raises:
-        ConfigError: the method is not known.
+        ConfigError: the method is not known, or has no rates and no length, or both, or is not
+            `synthetic` and has one.
     """
 
     accepts_sharded_draft_logits: ClassVar[bool] = True
     is_cuda_graph_safe: ClassVar[bool] = True  # without cut-offs
     reads_layouts: ClassVar[frozenset[DraftLogitsLayout]] = frozenset(DraftLogitsLayout)
 
-    def __init__(self, method: str = "standard", *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        method: str = "standard",
+        *,
+        vocab_size: int,
+        acceptance_rates: Sequence[float] | None = None,
+        acceptance_length: float | None = None,
+    ) -> None:
         if method not in METHODS:
             raise ConfigError(
                 "the rejection sampling method is not known",
@@ -111,8 +127,20 @@ class RejectionSampler:
                 got=f"{method!r}; {known_names(method, METHODS)}",
                 fix="set one of the known methods",
             )
+        num_given = (acceptance_rates is not None) + (acceptance_length is not None)
+        if num_given != METHODS[method].takes_rates:
+            raise ConfigError(
+                "synthetic acceptance cannot be configured like this",
+                where="RejectionSampler(acceptance_rates, acceptance_length)",
+                got=f"{num_given} of the two with method {method!r}; allowed: one with "
+                "'synthetic', and none with other methods",
+                fix="give rates or a length for method 'synthetic', and remove them for others",
+            )
         self.method = method
         self.vocab_size = vocab_size
+        self.acceptance_rates = acceptance_rates
+        self.acceptance_length = acceptance_length
+        self._rates: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, inputs: VerifyInputs) -> VerifyOutput:
         """Verify a batch; the outputs are new tensors.
@@ -123,6 +151,9 @@ class RejectionSampler:
         Raises:
             TensorError: shapes, dtypes or devices that do not fit.
         """
+        cache = inputs.draft_logits
+        if cache is not None and cache.may_have_bare_cells:
+            cell_statistics(cache.view(), inputs.idx_mapping)
         if not (inputs.has_cutoffs and inputs.idx_mapping.numel()):
             return self._verify(inputs, inputs.target_logits, inputs.cu_num_logits, 0)
         parts = [
@@ -161,7 +192,22 @@ class RejectionSampler:
             None if cache is None else cache.view(),
             vocab_size=self.vocab_size,
             method=self.method,
+            acceptance_rates=self._rates_of(inputs.draft_tokens),
         )
+
+    def _rates_of(self, draft_tokens: Tensor) -> Tensor | None:
+        """fp32 `[num_speculative_tokens]` where the drafts are; copied there once."""
+        if not METHODS[self.method].takes_rates:
+            return None
+        key = (draft_tokens.shape[1], draft_tokens.device)
+        if key not in self._rates:
+            rates = self.acceptance_rates
+            if rates is None:
+                assert self.acceptance_length is not None
+                accepted = self.acceptance_length - 1
+                rates = [min(max(accepted - i, 0.0), 1.0) for i in range(draft_tokens.shape[1])]
+            self._rates[key] = torch.tensor(rates, dtype=torch.float32, device=key[1])
+        return self._rates[key]
 
     def _chunks(self, inputs: VerifyInputs) -> Iterator[tuple[int, int, int, int]]:
         """(first request, last + 1, first logits row, last + 1) of chunks of whole requests."""

@@ -9,7 +9,7 @@ from kernels.verification_cases import emitted, random_requests
 from specreg import rejection_sampler
 from specreg.capabilities import DraftLogitsLayout
 from specreg.cutoffs import apply_cutoffs
-from specreg.draft_logits import DraftLogitsCache
+from specreg.draft_logits import CELL_STORED, DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
 from specreg.errors import ConfigError, InternalError
 from specreg.kernels import rejection_sample
@@ -84,6 +84,58 @@ def verify_without_chunks(inputs: VerifyInputs, logits: torch.Tensor):
         inputs.draft_logits.view(),
         vocab_size=VOCAB_SIZE,
     )
+
+
+@pytest.mark.parametrize("has_cutoffs", [False, True])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_bare_cells_get_their_statistics_before_drafts_are_judged(method, has_cutoffs):
+    stored, bare = make_inputs(has_cutoffs=has_cutoffs), make_inputs(has_cutoffs=has_cutoffs)
+    cache = bare.draft_logits
+    cache.logsumexp.fill_(float("nan"))
+    cache.state.zero_()
+    slots = bare.idx_mapping.repeat_interleave(NUM_DRAFTS)
+    cache.mark_bare(slots, torch.arange(NUM_DRAFTS).repeat(6), bare.temperature)
+    sampler = RejectionSampler(method, vocab_size=VOCAB_SIZE)
+    output = sampler(bare)
+    assert equal(output, sampler(stored))
+    assert len(set(output.num_sampled.tolist())) > 1
+    assert (cache.state == CELL_STORED).all()
+
+
+def test_caches_that_never_held_bare_cells_cost_nothing_more(monkeypatch):
+    monkeypatch.setattr(rejection_sampler, "cell_statistics", None)
+    inputs = make_inputs(has_cutoffs=False)
+    assert not inputs.draft_logits.may_have_bare_cells
+    RejectionSampler(vocab_size=VOCAB_SIZE)(inputs)
+
+
+@pytest.mark.parametrize(
+    ("length", "rates"),
+    [
+        (1.0, [0.0, 0.0, 0.0]),
+        (2.5, [1.0, 0.5, 0.0]),
+        (4.0, [1.0, 1.0, 1.0]),
+    ],
+)
+def test_a_synthetic_length_becomes_rates_of_least_variance(length, rates):
+    inputs = make_inputs(has_cutoffs=False)
+    by_length = RejectionSampler("synthetic", vocab_size=VOCAB_SIZE, acceptance_length=length)
+    by_rates = RejectionSampler("synthetic", vocab_size=VOCAB_SIZE, acceptance_rates=rates)
+    assert equal(by_length(inputs), by_rates(inputs))
+    assert by_length._rates_of(inputs.draft_tokens).tolist() == rates
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("synthetic", {}, "0 of the two"),
+        ("synthetic", {"acceptance_rates": [1.0], "acceptance_length": 1.0}, "2 of the two"),
+        ("block", {"acceptance_length": 1.0}, "none with other methods"),
+    ],
+)
+def test_rates_go_with_synthetic_alone(method, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        RejectionSampler(method, vocab_size=VOCAB_SIZE, **arguments)
 
 
 def test_without_cut_offs_the_logits_go_to_the_op_as_they_are(monkeypatch):

@@ -13,6 +13,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
 from specreg.kernels.cache_candidates.op import cache_candidates
+from specreg.kernels.cell_statistics.op import cell_statistics
 from specreg.kernels.draft_sample.op import draft_sample
 from specreg.kernels.gumbel_sample.op import gumbel_sample
 from specreg.kernels.paged_attention.op import paged_attention, write_kv
@@ -23,6 +24,7 @@ from specreg.kernels.shard_plan.plan import ShardPlan
 __all__ = [
     "ShardPlan",
     "cache_candidates",
+    "cell_statistics",
     "draft_sample",
     "gumbel_sample",
     "paged_attention",

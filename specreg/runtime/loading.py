@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specreg.batch_sharding import BatchSharder
-from specreg.capabilities import TargetNeeds
+from specreg.capabilities import FusedSampling, TargetNeeds
 from specreg.config import EngineConfig, SpeculativeConfig
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
@@ -218,8 +218,15 @@ def make_rejection_sampler(
     """
     name = config.rejection_sampler
     if name is None:
-        method = config.speculative.rejection_sample_method if config.speculative else "standard"
-        return RejectionSampler(method, vocab_size=vocab_size)
+        speculative = config.speculative
+        if speculative is None:
+            return RejectionSampler(vocab_size=vocab_size)
+        return RejectionSampler(
+            speculative.rejection_sample_method,
+            vocab_size=vocab_size,
+            acceptance_rates=speculative.synthetic_acceptance_rates,
+            acceptance_length=speculative.synthetic_acceptance_length,
+        )
     factory = (registry or get_registry()).rejection_sampler(name)
     sampler = factory.load_factory()(RejectionSamplerContext(config, vocab_size, device))
     if not callable(sampler):
@@ -267,6 +274,8 @@ def _load_drafting(
     )
     cache = speculator.allocate_draft_logits(plan, target.device)
     check_draft_logits(inputs.spec.name, plan, cache)
+    if cache is not None and inputs.capabilities.fused_sampling is not FusedSampling.NONE:
+        cache.may_have_bare_cells = True  # before verification is captured in a CUDA graph
     sampler = DraftSampler(
         cache=cache,
         vocab_size=target.vocab_size,

@@ -167,6 +167,7 @@ class _Viewed:
     """A view where a cache is expected."""
 
     kept: object
+    may_have_bare_cells: bool = False
 
     def view(self):
         return self.kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,10 +48,23 @@ def _synthetic(batch: RejectionBatch) -> RejectionOutput:
 
 LAYOUTS = frozenset(DraftLogitsLayout)  # that every method reads
 
-METHODS: dict[str, Callable[[RejectionBatch], RejectionOutput]] = {
-    "standard": _standard,
-    "block": _block,
-    "synthetic": _synthetic,
+
+class Method(NamedTuple):
+    """How drafts are judged.
+
+    Attributes:
+        verify: the method itself.
+        takes_rates: whether it accepts at given rates.
+    """
+
+    verify: Callable[[RejectionBatch], RejectionOutput]
+    takes_rates: bool = False
+
+
+METHODS = {
+    "standard": Method(_standard),
+    "block": Method(_block),
+    "synthetic": Method(_synthetic, takes_rates=True),
 }
 
 
@@ -138,7 +152,7 @@ def rejection_sample(
     )
     _check(batch)
     _check_rates(batch, method)
-    return METHODS[method](batch)
+    return METHODS[method].verify(batch)
 
 
 _INT64, _FP32 = (torch.int64,), (torch.float32,)
@@ -200,7 +214,7 @@ def _check(batch: RejectionBatch) -> None:
 
 def _check_rates(batch: RejectionBatch, method: str) -> None:
     rates = batch.acceptance_rates
-    if (rates is not None) != (method == "synthetic"):
+    if (rates is not None) != METHODS[method].takes_rates:
         raise TensorError(
             "acceptance rates go with synthetic acceptance",
             where="rejection_sample(method, acceptance_rates)",

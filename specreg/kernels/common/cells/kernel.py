@@ -9,7 +9,7 @@ import triton.language as tl
 
 from specreg.kernels.common.kernel import clean_logits
 
-__all__ = ["candidates_of", "cell_element", "cell_logits", "statistics_of"]
+__all__ = ["candidates_of", "cell_columns", "cell_element", "cell_logits", "statistics_of"]
 
 
 @triton.jit
@@ -83,3 +83,13 @@ def candidates_of(cache, row, steps, mask, NUM_CANDIDATES: tl.constexpr):
     ids = tl.load(_ids_of(cache, row, steps)[:, None] + candidate, mask=live, other=-1)
     at = _logits_of(cache, row, steps)[:, None] + candidate
     return ids, clean_logits(tl.load(at, mask=ids >= 0, other=float("-inf")))
+
+
+@triton.jit
+def cell_columns(cache, row, step, columns):
+    """Logits of a cell at `columns` of its own, as stored; -inf where there is no candidate."""
+    live = columns < cache.width
+    if cache.ids is not None:
+        ids = tl.load(_ids_of(cache, row, step) + columns, mask=live, other=-1)
+        live = live & (ids >= 0)
+    return tl.load(_logits_of(cache, row, step) + columns, mask=live, other=float("-inf"))
