@@ -35,7 +35,7 @@ SPECS = (
     ),
 )
 REGISTRY = Registry.from_plugins([ToyPlugin(*SPECS)])
-CASES = [(method, layout) for method, layouts in LAYOUTS.items() for layout in layouts]
+CASES = [(method, layout) for method, layouts in LAYOUTS.items() for layout in sorted(layouts)]
 
 
 class Toy(SpeculatorBase):
