@@ -11,6 +11,7 @@ from specreg.kernels.rejection_sample.op import METHODS
 from specreg.model_config import read_model_config
 from specreg.registry import Selection
 from specreg.runtime.target import Target
+from specreg.testing.kit_watermark import with_watermarker
 from specreg.testing.rank_pool import RankPool
 from specreg.testing.settings import BLOCKS_PER_REQUEST, MAX_MODEL_LEN, Settings, engine_config
 from specreg.testing.subject import Subject
@@ -47,7 +48,7 @@ class Lab:
     ) -> None:
         self.subject = subject
         self.tps = tps
-        self.registry = subject.registry()
+        self.registry = with_watermarker(subject.registry())
         model = subject.speculative.get("model")
         config = engine_config(subject, Settings(), "greedy").speculative
         assert config is not None

@@ -30,6 +30,7 @@ class Settings:
         chunk: tokens a step.
         num_kv_blocks: None is enough for every slot.
         twist: see `Twist`.
+        watermarker: the config key `draft_watermarker`.
     """
 
     tp: int = 1
@@ -42,6 +43,7 @@ class Settings:
     chunk: int = 128
     num_kv_blocks: int | None = None
     twist: Twist = Twist.NONE
+    watermarker: str | None = None
 
 
 def engine_config(subject: Subject, settings: Settings, drafts: str) -> EngineConfig:
@@ -59,6 +61,7 @@ def engine_config(subject: Subject, settings: Settings, drafts: str) -> EngineCo
     }
     if not settings.is_baseline:
         config["draft_logits_layout"] = settings.layout
+        config["draft_watermarker"] = settings.watermarker
         config["speculative"] = {
             **subject.speculative,
             "draft_sample_method": settings.drafts or drafts,

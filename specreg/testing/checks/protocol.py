@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from specreg.capabilities import FusedSampling
-from specreg.errors import PolicyError, SpecregError
+from specreg.errors import ConfigError, PolicyError, SpecregError
 from specreg.policy import resolve
 from specreg.speculator import Speculator
 from specreg.testing.checks.matrix import combinations, each, violations
 from specreg.testing.checks.result import Case, Check, failed, not_run, passed, told, verdict
+from specreg.testing.kit_watermark import WATERMARKER
 from specreg.testing.lab import Lab
 from specreg.testing.loading import load_speculator
 from specreg.testing.observed import Twist
@@ -161,6 +162,24 @@ def declared_fused_sampling(lab: Lab) -> Iterator[Case]:
         yield verdict(f"full_cache: withdrawn at load, tp {tp}", wrong)
 
 
+def declared_watermarker(lab: Lab) -> Iterator[Case]:
+    """With a keyed watermarker: it draws as without one, or the run is refused."""
+    settings = [lab.plain(tp, watermarker=WATERMARKER) for tp in lab.tps]
+    if lab.capabilities.supports_watermarker:
+        yield from each(
+            lab,
+            settings,
+            lambda s: violations(lab.run(s, "trio"), "bytes", "door", "store", "kv", "output"),
+        )
+        return
+    try:
+        lab.run(settings[0], "trio")
+    except ConfigError:
+        yield passed("not declared, and refused")
+    else:
+        yield failed("not declared, and refused", "it ran with a draft watermarker")
+
+
 def declared_graph_safe(lab: Lab) -> Iterator[Case]:
     """`draft` waits for nothing; what a CPU can show of being captured in a graph."""
     if not lab.capabilities.is_cuda_graph_safe:
@@ -178,5 +197,6 @@ CHECKS = (
     Check("capabilities: layouts", declared_layouts),
     Check("capabilities: supports_probabilistic", declared_probabilistic),
     Check("capabilities: fused_sampling", declared_fused_sampling),
+    Check("capabilities: supports_watermarker", declared_watermarker),
     Check("capabilities: is_cuda_graph_safe", declared_graph_safe),
 )
