@@ -134,16 +134,31 @@ def test_odd_logits_agree_with_the_twin(vocab_size, dtype):
     torch.testing.assert_close(cache.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6)
 
 
-def test_a_reduced_vocabulary_agrees_with_the_twin():
+@pytest.mark.parametrize("shard", [Shard(), Shard(2, 1)], ids=str)
+def test_a_reduced_vocabulary_agrees_with_the_twin_in_both_layouts(shard):
     vocab_size, num_columns = 151_936, 32_000
     batch = real_batch(16, 3, num_columns, BF16)
     target_ids = torch.randperm(vocab_size, device="cuda")[:num_columns]
-    sizes = (16, 3, vocab_size, Shard(2, 1), BF16)
-    cache, expected = empty_cache(*sizes), empty_cache(*sizes)
-    ids = draft_sample(*batch, cache, vocab_size=vocab_size, target_ids=target_ids)
-    twin_ids = twin(batch, expected, vocab_size, target_ids=target_ids)
-    assert float((ids != twin_ids).float().mean()) < 0.05
-    assert torch.equal(cache.logits, expected.logits)
+    tokens = []
+    for layout in (DraftLogitsLayout.DENSE, DraftLogitsLayout.DRAFT_VOCAB):
+        width = vocab_size if layout is DraftLogitsLayout.DENSE else num_columns
+        cache, expected = (
+            DraftLogitsCache(
+                torch.empty(16 // shard.num_shards, 3, width, dtype=BF16, device="cuda"),
+                shard,
+                layout,
+                vocab_size,
+                target_ids=target_ids,
+            ).view()
+            for _ in range(2)
+        )
+        ids = draft_sample(*batch, cache, vocab_size=vocab_size, target_ids=target_ids)
+        twin_ids = twin(batch, expected, vocab_size, target_ids=target_ids)
+        assert float((ids != twin_ids).float().mean()) < 0.05
+        assert torch.equal(cache.logits, expected.logits)
+        assert torch.equal(cache.state, expected.state)
+        tokens.append(ids)
+    assert torch.equal(tokens[0], tokens[1])
 
 
 def test_greedy_drafts_are_the_argmax():
