@@ -29,7 +29,7 @@ class DraftModelSpeculator(SpeculatorBase):
 
     The first pass reads what the target has just decided and samples draft 1; each further pass
     reads one draft and samples the next. The last draft is never read: if it is accepted, the next
-    round's first pass reads it. A request beyond the drafter's own positions goes on without drafts.
+    round's first pass reads it. Beyond the drafter's own positions a request has no drafts.
     """
 
     def __init__(self, context: SpeculatorContext) -> None:
