@@ -153,3 +153,31 @@ def test_a_sampler_that_does_not_declare_it_is_never_handed_a_sharded_cache() ->
     with pytest.raises(InternalError, match="sharded cache that it does not accept") as error:
         verifier(make("plain"))
     assert error.value.where == "Plain.accepts_sharded_draft_logits"
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ("standard", {}),
+        ("block", {}),
+        ("synthetic", {"synthetic_acceptance_rates": [0.9, 0.5]}),
+        ("synthetic", {"synthetic_acceptance_length": 2.5}),
+    ],
+)
+def test_the_stock_sampler_gets_the_configured_method_and_rates(
+    method: str, keys: dict[str, object]
+) -> None:
+    speculative = {"rejection_sample_method": method, "num_speculative_tokens": 2, **keys}
+    config = EngineConfig.parse({"speculative_config": speculative})
+    sampler = make_rejection_sampler(config, 37, torch.device("cpu"))
+    assert isinstance(sampler, RejectionSampler)
+    assert sampler.method == method
+    rates, length = sampler.acceptance_rates, sampler.acceptance_length
+    assert (None if rates is None else list(rates)) == keys.get("synthetic_acceptance_rates")
+    assert length == keys.get("synthetic_acceptance_length")
+
+
+def test_without_a_speculator_the_stock_sampler_draws_from_the_target() -> None:
+    sampler = make_rejection_sampler(EngineConfig.parse({}), 37, torch.device("cpu"))
+    assert isinstance(sampler, RejectionSampler)
+    assert sampler.method == "standard"
