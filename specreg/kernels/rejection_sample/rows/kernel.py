@@ -68,16 +68,14 @@ UNUSABLE = tl.constexpr(8)
 
 @triton.jit
 def _mended_blocks(
-    rows, target, req, step, row, scale,
+    rows, target, req, step, row, scale, block, peak, mass,
     NUM_ROWS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Peaks and masses of a row's blocks, and whether the row holds a NaN.
 
     Blocks that came out wrong, rare, are reduced again here, one by one, and stored.
     """
-    block, peak, mass = blocks_of(rows, req, step, NUM_ROWS, NUM_BLOCKS)
     is_odd = tl.where(peak <= LOGIT_MAX, 0, 1)  # 1 for NaN
     num_odd = tl.sum(is_odd, 0)
     has_nan = num_odd < 0
@@ -100,14 +98,16 @@ def _mended_blocks(
 
 @triton.jit
 def row_total(
-    rows, target, req, step, row, scale,
+    rows, target, req, step, row, scale, block, peak, mass,
     NUM_ROWS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Top logit and log2 of the softmax denominator over it, block peaks, and whether unusable."""
+    """Top logit and log2 of the softmax denominator over it, block peaks, and whether unusable.
+
+    Block numbers, peaks and masses are what `blocks_of` gives.
+    """
     peak, mass, has_nan = _mended_blocks(
-        rows, target, req, step, row, scale, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE
+        rows, target, req, step, row, scale, block, peak, mass, NUM_ROWS, BLOCK_SIZE
     )
     top = tl.max(peak, 0)
     is_unusable = has_nan | (top == float("-inf"))
@@ -180,6 +180,7 @@ def judge_kernel(
     """Program (step, req): compare p and q of a row's draft."""
     step = tl.program_id(0)
     req = tl.program_id(1).to(tl.int64)
+    block, peak, mass = blocks_of(rows, req, step, NUM_ROWS, NUM_BLOCKS)  # on its way meanwhile
     slot, first_row, num_rows = request(batch, req, NUM_ROWS)
     if step >= num_rows:
         return
@@ -188,7 +189,7 @@ def judge_kernel(
     temperature = tl.load(batch.temperature + slot)
     scale = scale_of(temperature)
     top, log2_total, peak, is_unusable = row_total(
-        rows, target, req, step, row, scale, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE
+        rows, target, req, step, row, scale, block, peak, mass, NUM_ROWS, BLOCK_SIZE
     )
     x = clean_logits(load_target(target, row, draft, has_draft))
     log2_p = (x - top) * scale - log2_total
@@ -226,7 +227,9 @@ def judge_kernel(
 def verdicts(rows, req, step, num_rows, NUM_ROWS: tl.constexpr):
     """Of a vector of steps: whether each draft is kept by itself, and the kind of its row's token;
     then how many of the request's rows are unusable."""
-    verdict = tl.load(int_record(rows, req, step, NUM_ROWS), mask=step < num_rows, other=0)
+    # Rows that are not there are loaded too, so that the load need not wait for their number.
+    verdict = tl.load(int_record(rows, req, step, NUM_ROWS), mask=step < NUM_ROWS, other=0)
+    verdict = tl.where(step < num_rows, verdict, 0)
     num_unusable = tl.sum(verdict >> 3, 0)
     return (verdict & ACCEPTED) == ACCEPTED, (verdict >> 1) & 3, num_unusable
 

@@ -13,6 +13,7 @@ from specreg.kernels.random.kernel import uniform
 from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
 from specreg.kernels.rejection_sample.blocks.kernel import (
+    blocks_of,
     launch_target_blocks,
     request,
     scale_of,
@@ -45,6 +46,7 @@ def synthetic_judge_kernel(
     """Program (step, req): accept a row's draft at its rate, given those before it."""
     step = tl.program_id(0)
     req = tl.program_id(1).to(tl.int64)
+    block, peak, mass = blocks_of(rows, req, step, NUM_ROWS, NUM_BLOCKS)  # on its way meanwhile
     slot, first_row, num_rows = request(batch, req, NUM_ROWS)
     if step >= num_rows:
         return
@@ -53,7 +55,7 @@ def synthetic_judge_kernel(
     scale = scale_of(temperature)
     row = first_row + step
     top, log2_total, peak, is_unusable = row_total(
-        rows, target, req, step, row, scale, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE
+        rows, target, req, step, row, scale, block, peak, mass, NUM_ROWS, BLOCK_SIZE
     )
     rate = tl.load(rates + step, mask=has_draft, other=0.0)
     before = tl.load(rates + step - 1, mask=has_draft & (step > 0), other=1.0)
