@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor
 __all__ = ["launch", "specialisation"]
 
 _compiled: dict[Hashable, tuple[Any, Any]] = {}
+
+
+@cache
+def _has_devices() -> bool:
+    return torch.cuda.is_available()
 
 
 def specialisation(*arguments: Any) -> Hashable:
@@ -53,7 +59,7 @@ def launch(
         num_warps: warps of a program.
         options: others of a Triton launch, such as `num_stages`.
     """
-    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    device = torch.cuda.current_device() if _has_devices() else -1
     full_key = (id(kernel), device, num_warps, *options.items(), key)
     known = _compiled.get(full_key)
     if known is not None:
