@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["DecoderOutput", "HFDecoder"]
+
+logger = logging.getLogger(__name__)
 
 
 class DecoderOutput(NamedTuple):
@@ -238,7 +241,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 
 
 def _check_report(path: str, report: Mapping[str, Any]) -> None:
-    """Refuse a model with a parameter that the checkpoint did not fill: it would be random."""
+    """Refuse a parameter that the checkpoint did not fill, which would be random; name leftovers."""
     unfilled = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
     if unfilled:
         raise CheckpointError(
@@ -247,3 +250,5 @@ def _check_report(path: str, report: Mapping[str, Any]) -> None:
             got=f"{len(unfilled)} parameters without a value: {', '.join(unfilled[:5])}",
             fix="use a complete checkpoint whose config.json belongs to it",
         )
+    if unread := sorted(report["unexpected_keys"]):
+        logger.warning("%s: tensors that nothing reads: %s", path, ", ".join(unread))

@@ -29,7 +29,7 @@ def real_batch(num_reqs, num_steps, vocab_size, dtype):
 
 
 def cache_for(num_reqs, num_steps, vocab_size, shard, dtype):
-    logits = torch.empty(
+    logits = torch.zeros(
         -(-num_reqs // shard.num_shards), num_steps, vocab_size, dtype=dtype, device="cuda"
     )
     return DraftLogitsCache(logits, shard, DraftLogitsLayout.DENSE, vocab_size).view()

@@ -24,11 +24,13 @@ DIVISION = re.compile(r"arith\.(rem|div|ceildiv|floordiv)\w*i\b")
 NARROW_PRODUCT = re.compile(r"arith\.muli %\w+, %\w+ : (?:tensor<.*x)?i32>?")
 
 
-def arguments(k=16, *, num_shards=1, is_dense=True, has_cache=True, is_greedy=False, ids=I64):
+def arguments(
+    k=16, *, num_shards=1, is_dense=True, has_cache=True, is_greedy=False, ids=I64, stored=FP32
+):
     width = VOCAB_SIZE if is_dense else k
     cells = kept = statistics = None
     if has_cache:
-        cells = LogitsCells(FP32, NUM_STEPS * width, width, num_shards - 1)
+        cells = LogitsCells(stored, NUM_STEPS * width, width, num_shards - 1)
         kept = KeptIds(I32, NUM_STEPS * k, k, num_shards - 1)
         statistics = StatisticsCells(FP32, FP32, U8, NUM_STEPS, num_shards - 1)
     return {
@@ -50,6 +52,7 @@ def arguments(k=16, *, num_shards=1, is_dense=True, has_cache=True, is_greedy=Fa
 
 VARIANTS = {
     "dense": {},
+    "dense, bf16 cache": {"stored": torch.empty(1, dtype=torch.bfloat16)},
     "top_k, tp 4": {"num_shards": 4, "is_dense": False},
     "one candidate": {"k": 1},
     "128 candidates": {"k": 128, "num_shards": 2},

@@ -64,15 +64,15 @@ def _store_candidates(
     """Replace a cell's candidates if this rank owns the request."""
     is_owned, row = logits_cell(cells, req, step, NUM_SHARDS)
     if is_owned:
-        scores = scores.to(cells.data.dtype.element_ty)
+        stored = scores.to(cells.data.dtype.element_ty)
         _, to = logits_cell(kept, req, step, NUM_SHARDS)
         if IS_DENSE:
             before = tl.load(to + lanes, mask=live, other=-1)
             is_new = tl.max((before[:, None] == ids[None, :]).to(tl.int32), 1) == 0
             tl.store(row + before.to(tl.int64), float("-inf"), mask=(before >= 0) & is_new)
-            tl.store(row + ids, scores, mask=ids >= 0)
+            tl.store(row + ids, stored, mask=ids >= 0)
         else:
-            tl.store(row + lanes, scores, mask=live)
+            tl.store(row + lanes, stored, mask=live)
         tl.store(to + lanes, ids.to(tl.int32), mask=live)
 
 

@@ -23,6 +23,7 @@ from specreg.kernels.drafting.args import RowArgs, Store, WordArgs, store_of
 from specreg.kernels.drafting.kernel import (
     MASS_SCALE,
     MASS_UNIT,
+    SHIFT_MAX,
     block_columns,
     block_masses,
     block_peaks,
@@ -206,8 +207,11 @@ def draft_sample_tokens_kernel(
         is_drawn, divisor, scale = load_temperature(rows.temperature, req)
         mass = packed.to(tl.int32)
 
-    # Rare: blocks with a NaN, or whose peak passes 2^100 in magnitude, are reduced here.
+    # Rare: blocks with a NaN, or whose peak passes 2^100 in magnitude, are reduced here; so are
+    # those whose shift is too large for `block_masses`.
     is_odd = (peak != float("-inf")) & ~(tl.abs(peak) <= LOGIT_MAX)
+    if rows.temperature is not None:
+        is_odd = is_odd | ((peak != float("-inf")) & ~(tl.abs(peak * scale) < SHIFT_MAX))
     num_odd = tl.sum(is_odd.to(tl.int32), 0)
     was_odd = is_odd
     is_bad = num_odd < 0

@@ -13,6 +13,7 @@ __all__ = [
     "LOG2E",
     "MASS_SCALE",
     "MASS_UNIT",
+    "SHIFT_MAX",
     "block_columns",
     "block_masses",
     "block_peaks",
@@ -34,6 +35,7 @@ CELL_STORED = tl.constexpr(view.CELL_STORED)
 GRID_ROWS = tl.constexpr(args.GRID_ROWS)
 LANES = tl.constexpr(32)
 LOG2E = tl.constexpr(1.4426950408889634)
+SHIFT_MAX = tl.constexpr(2.0**22)
 MASS_SCALE = tl.constexpr(2.0 ** (reference.MASS_BITS - SUM_BITS.value))
 MASS_UNIT = tl.constexpr(2.0**-reference.MASS_BITS)
 TEMPERATURE_MIN = tl.constexpr(reference.TEMPERATURE_MIN)
@@ -131,7 +133,7 @@ def block_masses(x, peak, scale):
     One fused multiply-add a value; `weight_of` puts right what rounding the shift has changed, for
     a whole block. Adding 4 aligns the mantissa of a weight so that its last bit is worth 2^-21, and
     the bits of 4.0 are subtracted after the sum, which is exact modulo 2^32. Undefined where the
-    peak is no number or not below 2^100 in magnitude.
+    shift is no number or not below `SHIFT_MAX` in magnitude: its rounding would pass 1/4.
     """
     shift = (peak * scale)[None, :, None, None]
     weights = tl.exp2(tl.fma(x, tl.zeros_like(x) + scale, tl.zeros_like(x) - shift))
