@@ -152,8 +152,8 @@ def measure(case: Case, bandwidth: float) -> dict[str, Any]:
     return {
         **{key: value for key, value in case._asdict().items() if key != "dtype"},
         "dtype": str(case.dtype).removeprefix("torch."),
-        "us": round(launched, 1),
-        "graph_us": round(replayed, 1),
+        "us": round(replayed, 1),
+        "eager_us": round(launched, 1),
         "live_kv_mb": round(live_bytes / 1e6, 1),
         "limit_us": round(limit, 1),
         "ratio": round(replayed / limit, 2),
@@ -216,7 +216,7 @@ def main() -> None:
         print(
             f"{row['num_reqs']:4d} {row['num_queries']:7d} {row['context']:7d} {window:>6} "
             f"{row['num_heads']:3d}/{row['num_kv_heads']:<2d} {row['head_dim']:5d} "
-            f"{row['dtype']:8s} {row['us']:7.1f} {row['graph_us']:8.1f} {row['live_kv_mb']:6.0f} "
+            f"{row['dtype']:8s} {row['eager_us']:7.1f} {row['us']:8.1f} {row['live_kv_mb']:6.0f} "
             f"{row['limit_us']:8.1f} {row['ratio']:5.2f}"
         )
     if options.json:

@@ -241,7 +241,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 
 
 def _check_report(path: str, report: Mapping[str, Any]) -> None:
-    """Refuse a parameter that the checkpoint did not fill, which would be random; name leftovers."""
+    """Refuse a parameter that the checkpoint did not fill: it would be random. Name leftovers."""
     unfilled = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
     if unfilled:
         raise CheckpointError(
