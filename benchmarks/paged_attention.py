@@ -15,12 +15,11 @@ import argparse
 import functools
 import itertools
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from timing import copy_bytes_per_us, graph_of, median_us
 from torch import Tensor
 
 from specreg.kernels.paged_attention import paged_attention
@@ -59,35 +58,6 @@ CASES = [
     Case(64, 4, 4096, num_heads=16, num_kv_heads=16, head_dim=64),
     Case(64, 4, 1024, dtype=FP32),
 ]
-
-
-def median_us(run: Callable[[], object], repeats: int = 50) -> float:
-    """Median microseconds of `run` on the current stream, after ten warm-up runs."""
-    for _ in range(10):
-        run()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
-    for start, end in zip(marks[::2], marks[1::2], strict=True):
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    times = (start.elapsed_time(end) for start, end in zip(marks[::2], marks[1::2], strict=True))
-    return 1000.0 * statistics.median(times)
-
-
-def copy_bytes_per_us() -> float:
-    """Bytes read and written a microsecond by a device-to-device copy of 2 GiB."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_us(lambda: target.copy_(source), 20)
-
-
-def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`run` as a graph; it has run before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def make(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

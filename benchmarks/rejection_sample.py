@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from timing import copy_bytes_per_us, graph_of, host_us, median_us
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
@@ -80,35 +78,6 @@ TWINS = {
     "block": block_sample_reference,
     "synthetic": synthetic_sample_reference,
 }
-
-
-def median_us(run: Callable[[], object], repeats: int = 50) -> float:
-    """Median microseconds of `run` on the current stream, after ten warm-up runs."""
-    for _ in range(10):
-        run()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
-    for start, end in zip(marks[::2], marks[1::2], strict=True):
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    times = (start.elapsed_time(end) for start, end in zip(marks[::2], marks[1::2], strict=True))
-    return 1000.0 * statistics.median(times)
-
-
-def copy_bytes_per_us() -> float:
-    """Bytes read and written a microsecond by a device-to-device copy of 2 GiB."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_us(lambda: target.copy_(source), 20)
-
-
-def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`run` as a graph; it has run before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def make_batch(case: Case) -> RejectionBatch:
@@ -238,18 +207,6 @@ def measure(case: Case, bandwidth: float) -> dict[str, Any]:
         "limit_us": round(limit, 1),
         "ratio": round(us / limit, 2),
     }
-
-
-def host_us(run: Callable[[], object], repeats: int = 200) -> float:
-    """Microseconds that the host needs to launch `run`, which the device executes meanwhile."""
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-    return 1e6 * statistics.median(times)
 
 
 def main() -> None:

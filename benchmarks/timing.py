@@ -1,4 +1,4 @@
-"""How benchmarks of ops that draw drafts take time: by CUDA events, in graphs and one by one."""
+"""How benchmarks take time: by CUDA events, in graphs and one by one."""
 
 from __future__ import annotations
 
@@ -64,6 +64,11 @@ def event_times_us(run: Callable[[], object], repeats: int) -> list[float]:
     return [1000.0 * start.elapsed_time(end) for start, end in pairs]
 
 
+def median_us(run: Callable[[], object], repeats: int = 50) -> float:
+    """Median of `event_times_us`."""
+    return statistics.median(event_times_us(run, repeats))
+
+
 def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """`run` as a graph; it has run before."""
     graph = torch.cuda.CUDAGraph()
@@ -88,7 +93,7 @@ def copy_bytes_per_us() -> float:
     """Bytes read and written a microsecond by a device-to-device copy of 2 GiB."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / statistics.median(event_times_us(lambda: target.copy_(source), 20))
+    return 2 * source.nbytes / median_us(lambda: target.copy_(source), 20)
 
 
 @contextmanager
@@ -128,7 +133,7 @@ def measure(run: Callable[[], object], module: ModuleType, repeats: int = 40) ->
     return Timing(
         us=statistics.median(replays),
         spread_us=deciles[-1] - deciles[0],
-        eager_us=statistics.median(event_times_us(run, repeats)),
+        eager_us=median_us(run, repeats),
         host_us=host_us(run),
         launches=tuple((name, launch_us(repeat)) for name, repeat in calls),
     )
