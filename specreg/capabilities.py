@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from specreg.errors import PluginError
+
 __all__ = [
     "CacheDtype",
     "Capabilities",
@@ -84,6 +86,34 @@ class Capabilities:
     is_cuda_graph_safe: bool = False
     draft_vocab_size: int | None = None
     num_candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("style", DraftingStyle),
+            ("cache_dtype", CacheDtype),
+            ("fused_sampling", FusedSampling),
+            ("supports_probabilistic", bool),
+            ("honors_owner_mask", bool),
+            ("supports_watermarker", bool),
+            ("is_cuda_graph_safe", bool),
+        ):
+            self._check(name, isinstance(getattr(self, name), kind), f"a {kind.__name__}")
+        is_set = isinstance(self.layouts, frozenset)
+        holds = is_set and all(isinstance(item, DraftLogitsLayout) for item in self.layouts)
+        self._check("layouts", holds, "a frozenset of DraftLogitsLayout, empty for none")
+        for name in ("draft_vocab_size", "num_candidates"):
+            value = getattr(self, name)
+            is_count = value is None or (type(value) is int and value > 0)
+            self._check(name, is_count, "None, or an integer above 0")
+
+    def _check(self, field: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise PluginError(
+                "capabilities are not declared correctly",
+                where=f"Capabilities.{field}",
+                got=f"{getattr(self, field)!r}; allowed: {allowed}",
+                fix="correct the declaration in the plugin",
+            )
 
 
 @dataclass(frozen=True)

@@ -295,7 +295,16 @@ def _call(
 
 def _collect(manager: pluggy.PluginManager, hook: str, kind: type[_Item]) -> tuple[_Item, ...]:
     collected: list[_Item] = []
-    for result in getattr(manager.hook, hook)():
+    caller = getattr(manager.hook, hook)
+    results = caller()
+    if len(results) < len(caller.get_hookimpls()):
+        raise PluginError(
+            f"the hook {hook} returned nothing",
+            where=hook,
+            got=f"None; allowed: an iterable of {kind.__name__}, which may be empty",
+            fix="return what the hook offers",
+        )
+    for result in results:
         items: list[Any] = list(result)
         for item in items:
             if not isinstance(item, kind):

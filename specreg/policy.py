@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from specreg.capabilities import CacheDtype, DraftLogitsLayout
 from specreg.config import EngineConfig
-from specreg.errors import ConfigError, InternalError, PolicyError
+from specreg.errors import ConfigError, InternalError, PluginError, PolicyError
 from specreg.memory import CacheSize, draft_logits_size
 from specreg.model_config import dtype_of, read_model_config, vocab_size_of
 from specreg.ownership import rows_per_rank
@@ -67,6 +67,14 @@ def resolve(config: EngineConfig, registry: Registry | None = None) -> DraftLogi
     )
     target_config = read_model_config(config.target) or {}
     rules = (*CORE_RULES, *registry.policy_rules)
+    names = [rule.name for rule in rules]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise PluginError(
+            "two policy rules have one name",
+            where=f"policy rules {', '.join(repeated)}",
+            got=f"rules {', '.join(names)}; allowed: each name once, and none of the core's",
+            fix="disable one of the plugins with SPECREG_DISABLE_PLUGINS",
+        )
     return _plan(
         inputs,
         rules,

@@ -130,3 +130,18 @@ def test_a_policy_rule_that_raises_is_named():
 def test_a_policy_rule_that_is_declared_wrongly_is_refused(name, evaluate):
     with pytest.raises(PluginError, match="not declared correctly"):
         PolicyRule(name, evaluate)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"style": "parallel"}, "style"),
+        ({"layouts": ("dense",)}, "layouts"),
+        ({"honors_owner_mask": "yes"}, "honors_owner_mask"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size"),
+        ({"num_candidates": True}, "num_candidates"),
+    ],
+)
+def test_capabilities_of_a_wrong_type_are_refused_by_field(changes, field):
+    with pytest.raises(PluginError, match=f"Capabilities.{field}"):
+        Capabilities(**{"style": DraftingStyle.PARALLEL, **changes})
