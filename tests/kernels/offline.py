@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+
+# A name of MLIR may hold more than a word does: a field of a tuple is `%cache.step_stride`.
+_NAME = r"%[\w.$-]+(?:#\d+)?"
+_CONSTANT = re.compile(rf"({_NAME}) = arith\.constant ")
+_PRODUCT = re.compile(rf"= arith\.muli ({_NAME}), ({_NAME})[^:\n]* : (?:tensor<[\dx]*)?i(\d+)\b")
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -43,6 +49,21 @@ def compile_offline(
         )
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps}).asm
+
+
+def narrow_products(ttir: str) -> list[tuple[str, str]]:
+    """Factors of the products of 32 bits and fewer that can pass 31 bits: neither is a constant.
+
+    A product with a constant is a block's first column, or a word of Philox.
+    """
+    constants = set(_CONSTANT.findall(ttir))
+    products = [match.groups() for match in _PRODUCT.finditer(ttir)]
+    assert len(products) == ttir.count("arith.muli"), "a product that this cannot read"
+    return [
+        (left, right)
+        for left, right, num_bits in products
+        if int(num_bits) <= 32 and not {left, right} & constants
+    ]
 
 
 def _type(value, path, constants, attributes, is_constexpr=False) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from offline import TARGETS, compile_offline
+from offline import TARGETS, compile_offline, narrow_products
 
 from specreg.kernels.paged_attention import kernel as k
 from specreg.kernels.paged_attention.arguments import (
@@ -22,8 +22,6 @@ from specreg.kernels.paged_attention.write.kernel import write_kv_kernel
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BLOCK_SIZE, NUM_KV_HEADS = 16, 8
-NARROW_PRODUCT = re.compile(r"arith\.muli %(\w+), %(\w+) : (?:tensor<.*x)?i32>?")
-CONSTANT = re.compile(r"c\d|cst").match
 
 VARIANTS = {
     "bf16, a query a request": {"num_tokens": 1},
@@ -132,5 +130,4 @@ def test_every_product_that_can_pass_31_bits_is_64_bit(variant):
     """Without a constant factor there is one 32-bit product: program times keys of its share."""
     for kernel, num_warps, arguments in kernels(**VARIANTS[variant]):
         ttir = compile_offline(kernel, "sm_90", num_warps, **arguments)["ttir"]
-        products = [pair for pair in NARROW_PRODUCT.findall(ttir) if not any(map(CONSTANT, pair))]
-        assert len(products) == (kernel is k.paged_attention_kernel)
+        assert len(narrow_products(ttir)) == (kernel is k.paged_attention_kernel)
