@@ -74,6 +74,8 @@ class Capabilities:
         is_cuda_graph_safe: `draft` may be captured in a CUDA graph.
         draft_vocab_size: columns of its own head when fewer than the target's; None means equal.
         num_candidates: candidates a step (`k` of `top_k`); None when it scores every column.
+        max_num_speculative_tokens: draft tokens a step that it can propose at most; None is any
+            number.
     """
 
     style: DraftingStyle
@@ -86,6 +88,7 @@ class Capabilities:
     is_cuda_graph_safe: bool = False
     draft_vocab_size: int | None = None
     num_candidates: int | None = None
+    max_num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -101,7 +104,7 @@ class Capabilities:
         is_set = isinstance(self.layouts, frozenset)
         holds = is_set and all(isinstance(item, DraftLogitsLayout) for item in self.layouts)
         self._check("layouts", holds, "a frozenset of DraftLogitsLayout, empty for none")
-        for name in ("draft_vocab_size", "num_candidates"):
+        for name in ("draft_vocab_size", "num_candidates", "max_num_speculative_tokens"):
             value = getattr(self, name)
             is_count = value is None or (type(value) is int and value > 0)
             self._check(name, is_count, "None, or an integer above 0")

@@ -16,6 +16,7 @@ from specreg.errors import ConfigError, PluginError
 from specreg.plugin import ENTRY_POINT_GROUP, Hooks
 from specreg.specs import (
     API_VERSION,
+    DraftSetup,
     DraftWatermarkerFactory,
     PolicyRule,
     RejectionSamplerFactory,
@@ -276,8 +277,8 @@ def _call(
                 got=f"{spec.api_version}; allowed: 1 to {API_VERSION}",
                 fix="upgrade specreg, or install an older release of the plugin",
             )
-        spec.capabilities_for({})
-        spec.needs_for({})
+        spec.capabilities_for(DraftSetup())
+        spec.needs_for(DraftSetup())
     rejection_samplers = _collect(manager, "specreg_rejection_samplers", RejectionSamplerFactory)
     watermarkers = _collect(manager, "specreg_draft_watermarkers", DraftWatermarkerFactory)
     policy_rules = _collect(manager, "specreg_policy_rules", PolicyRule)

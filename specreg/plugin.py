@@ -14,6 +14,7 @@ import pluggy
 
 from specreg.specs import (
     API_VERSION,
+    DraftSetup,
     DraftWatermarkerFactory,
     PolicyInputs,
     PolicyRule,
@@ -24,6 +25,7 @@ from specreg.specs import (
 __all__ = [
     "API_VERSION",
     "ENTRY_POINT_GROUP",
+    "DraftSetup",
     "DraftWatermarkerFactory",
     "Hooks",
     "PolicyInputs",

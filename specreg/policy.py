@@ -53,19 +53,19 @@ def resolve(config: EngineConfig, registry: Registry | None = None) -> DraftLogi
             fix="set 'speculative_config', with 'method' or 'model'",
         )
     registry = registry or get_registry()
-    selection = registry.select(config.speculative, read_model_config(config.speculative.model))
+    target_config = read_model_config(config.target) or {}
+    draft_config = read_model_config(config.speculative.model)
+    selection = registry.select(config.speculative, draft_config, target_config)
     watermarker, sampler = config.draft_watermarker, config.rejection_sampler
     inputs = PolicyInputs(
         config=config.model_copy(update={"speculative": selection.speculative}),
         spec=selection.spec,
         distribution=selection.distribution,
-        options=selection.options,
-        capabilities=selection.spec.capabilities_for(selection.draft_config),
-        draft_config=selection.draft_config,
+        setup=selection.setup,
+        capabilities=selection.capabilities,
         watermarker=None if watermarker is None else registry.draft_watermarker(watermarker),
         rejection_sampler=None if sampler is None else registry.rejection_sampler(sampler),
     )
-    target_config = read_model_config(config.target) or {}
     rules = (*CORE_RULES, *registry.policy_rules)
     names = [rule.name for rule in rules]
     if repeated := sorted({name for name in names if names.count(name) > 1}):

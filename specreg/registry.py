@@ -80,7 +80,10 @@ class Registry:
         return tuple(sorted(rules, key=lambda rule: rule.name))
 
     def select(
-        self, speculative: SpeculativeConfig, draft_config: Mapping[str, Any] | None = None
+        self,
+        speculative: SpeculativeConfig,
+        draft_config: Mapping[str, Any] | None = None,
+        target_config: Mapping[str, Any] | None = None,
     ) -> Selection:
         """The speculator for a configuration.
 
@@ -88,6 +91,7 @@ class Registry:
             speculative: what was asked for.
             draft_config: `config.json` of the draft checkpoint; None when it is unknown. Then the
                 least narrowed speculator of the method is taken.
+            target_config: that of the target; None when it is unknown.
 
         Raises:
             UnknownMethodError: nothing serves the method or the checkpoint.
@@ -95,9 +99,8 @@ class Registry:
             AmbiguousSpeculatorError: two serve it equally specifically.
             ConfigError: a key does not fit the speculator.
         """
-        return select(
-            Catalogue(self.speculators, self.broken, self.left_out), speculative, draft_config
-        )
+        catalogue = Catalogue(self.speculators, self.broken, self.left_out)
+        return select(catalogue, speculative, draft_config, target_config)
 
     def rejection_sampler(self, name: str) -> RejectionSamplerFactory:
         """The rejection sampler registered as `name`. Raises `ConfigError`."""

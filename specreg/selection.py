@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from specreg.capabilities import DraftingStyle
+from specreg.capabilities import Capabilities, DraftingStyle
 from specreg.config import SpeculativeConfig, config_error
 from specreg.discovery import BrokenPlugin, PluginSource, canonical
 from specreg.errors import (
@@ -19,7 +19,7 @@ from specreg.errors import (
     PluginError,
     UnknownMethodError,
 )
-from specreg.specs import SpeculatorSpec
+from specreg.specs import DraftSetup, SpeculatorSpec
 from specreg.speculative_keys import SPECULATIVE_KEYS
 from specreg.spelling import known_names
 
@@ -46,17 +46,20 @@ class Selection:
     Attributes:
         spec: what was selected.
         distribution, version: where it came from.
-        options: its own options, validated; None when it has no `options_model`.
-        draft_config: config of the draft checkpoint; empty when unknown.
+        setup: what its declarations depend on.
         speculative: the configuration with `method` and `num_speculative_tokens` filled in.
     """
 
     spec: SpeculatorSpec
     distribution: str
     version: str
-    options: BaseModel | None
-    draft_config: DraftConfig
+    setup: DraftSetup
     speculative: SpeculativeConfig
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the speculator declares for this setup."""
+        return self.spec.capabilities_for(self.setup)
 
 
 @dataclass(frozen=True)
@@ -75,23 +78,29 @@ class Catalogue:
 
 
 def select(
-    catalogue: Catalogue, speculative: SpeculativeConfig, draft_config: DraftConfig | None
+    catalogue: Catalogue,
+    speculative: SpeculativeConfig,
+    draft_config: DraftConfig | None,
+    target_config: DraftConfig | None = None,
 ) -> Selection:
-    """The most specific speculator for a configuration and a draft config (None when unknown)."""
+    """The most specific speculator for a configuration and its checkpoints' (None: unknown)."""
     catalogue = _pinned(catalogue, speculative.plugin)
     method = speculative.method or _named_method(catalogue, draft_config)
     if method is None:
-        serving = [entry for entry in catalogue.speculators if any(_narrowing(entry.spec))]
+        serving = list(catalogue.speculators)
     else:
         serving = [entry for entry in catalogue.speculators if method in entry.spec.methods]
         if not serving:
             raise _unknown_method(catalogue, method)
+        if speculative.model is None and any(e.spec.may_lie_in_target for e in serving):
+            draft_config = target_config
     if draft_config is None:
         if method is None:
             raise _undetected(catalogue, speculative, draft_config)
         chosen = _one(_extreme(serving, min), method, is_config_known=False)
     else:
-        matching = [entry for entry in serving if _matches(entry.spec, draft_config)]
+        fits = _detects if method is None else _matches
+        matching = [entry for entry in serving if fits(entry.spec, draft_config)]
         best = _extreme(matching, max)
         _refuse_if_broken_is_better(catalogue, method, draft_config, best)
         if not best:
@@ -99,7 +108,7 @@ def select(
                 raise _undetected(catalogue, speculative, draft_config)
             raise _unserved_checkpoint(serving, method, draft_config)
         chosen = _one(best, method, is_config_known=True)
-    return _completed(chosen, method, speculative, draft_config or {})
+    return _completed(chosen, method, speculative, draft_config or {}, target_config or {})
 
 
 def _pinned(catalogue: Catalogue, plugin: str | None) -> Catalogue:
@@ -161,15 +170,25 @@ def _matches(spec: SpeculatorSpec, draft_config: DraftConfig) -> bool:
         architectures.intersection(spec.architectures) or model_types.intersection(spec.model_types)
     ):
         return False
-    if spec.predicate is None:
+    return spec.predicate is None or bool(_ask(spec, "predicate", draft_config))
+
+
+def _detects(spec: SpeculatorSpec, draft_config: DraftConfig) -> bool:
+    """Whether a spec claims a draft config that comes without a method."""
+    if any(_narrowing(spec)) and _matches(spec, draft_config):
         return True
+    return spec.detects is not None and bool(_ask(spec, "detects", draft_config))
+
+
+def _ask(spec: SpeculatorSpec, field: str, draft_config: DraftConfig) -> Any:
+    """What a spec's function of the draft config answers."""
     try:
-        return bool(spec.predicate(draft_config))
+        return getattr(spec, field)(draft_config)
     except Exception as error:
         raise PluginError(
-            f"the predicate of speculator {spec.name!r} failed",
-            where=f"SpeculatorSpec {spec.name!r}, predicate(draft_config)",
-            got=f"{type(error).__name__}: {error}; allowed: True or False for every config.json",
+            f"{field} of speculator {spec.name!r} failed",
+            where=f"SpeculatorSpec {spec.name!r}, {field}(draft_config)",
+            got=f"{type(error).__name__}: {error}; allowed: an answer for every config.json",
             fix="set 'method' to another one, or disable the plugin with SPECREG_DISABLE_PLUGINS",
         ) from error
 
@@ -208,10 +227,11 @@ def _refuse_if_broken_is_better(
     level = _narrowing(best[0].spec) if best else None
 
     def would_win(spec: SpeculatorSpec) -> bool:
-        is_asked = any(_narrowing(spec)) if method is None else method in spec.methods
+        is_asked = method is None or method in spec.methods
         is_better = level is None or _narrowing(spec) > level
+        fits = _detects if method is None else _matches
         with suppress(PluginError):  # A predicate that fails too is no reason to stop the run.
-            return is_asked and is_better and _matches(spec, draft_config)
+            return is_asked and is_better and fits(spec, draft_config)
         return False
 
     for plugin in catalogue.broken:
@@ -285,16 +305,35 @@ def _completed(
     method: str | None,
     speculative: SpeculativeConfig,
     draft_config: DraftConfig,
+    target_config: DraftConfig,
 ) -> Selection:
     spec = entry.spec
-    if spec.needs_checkpoint and speculative.model is None:
+    if spec.needs_checkpoint and speculative.model is None and not spec.may_lie_in_target:
         raise ConfigError(
             f"speculator {spec.name!r} needs a draft checkpoint",
             where="speculative_config.model",
             got="null; allowed: a directory or a known name",
             fix="set 'model'",
         )
-    style = spec.capabilities_for(draft_config).style
+    k = speculative.num_speculative_tokens or _num_speculative_tokens(spec, draft_config)
+    if k is None:
+        raise ConfigError(
+            "the number of draft tokens is not known",
+            where="speculative_config.num_speculative_tokens",
+            got="null, and the draft config does not say; allowed: a positive number",
+            fix="set 'num_speculative_tokens'",
+        )
+    setup = DraftSetup(draft_config, target_config, k, _options(spec, speculative.options))
+    capabilities = spec.capabilities_for(setup)
+    most = capabilities.max_num_speculative_tokens
+    if most is not None and k > most:
+        raise ConfigError(
+            f"speculator {spec.name!r} cannot draft so many tokens with this checkpoint",
+            where="speculative_config.num_speculative_tokens",
+            got=f"{k}; allowed: 1 to {most}",
+            fix="lower it",
+        )
+    style = capabilities.style
     is_parallel = style is not DraftingStyle.AUTOREGRESSIVE
     if speculative.parallel_drafting not in (None, is_parallel):
         raise ConfigError(
@@ -304,32 +343,25 @@ def _completed(
             f"{style.value}",
             fix="remove the key, or choose another method",
         )
-    k = speculative.num_speculative_tokens or _num_speculative_tokens(draft_config)
-    if k is None:
-        raise ConfigError(
-            "the number of draft tokens is not known",
-            where="speculative_config.num_speculative_tokens",
-            got="null, and the draft config does not say; allowed: a positive number",
-            fix="set 'num_speculative_tokens'",
-        )
     completed = speculative.model_dump(exclude_none=True)
     completed |= {"method": method or spec.methods[0], "num_speculative_tokens": k}
     return Selection(
         spec=spec,
         distribution=entry.distribution,
         version=entry.version,
-        options=_options(spec, speculative.options),
-        draft_config=draft_config,
+        setup=setup,
         speculative=SpeculativeConfig.parse(completed),
     )
 
 
-def _num_speculative_tokens(draft_config: DraftConfig) -> int | None:
+def _num_speculative_tokens(spec: SpeculatorSpec, draft_config: DraftConfig) -> int | None:
     part = draft_config.get("speculators_config")
     proposals = part.get("proposal_methods") if isinstance(part, Mapping) else None
     first = proposals[0] if isinstance(proposals, list) and proposals else None
     stated = first.get("speculative_tokens") if isinstance(first, Mapping) else None
-    for value in (stated, draft_config.get("n_predict")):
+    has_default = spec.default_num_speculative_tokens is not None and draft_config
+    default = _ask(spec, "default_num_speculative_tokens", draft_config) if has_default else None
+    for value in (stated, draft_config.get("n_predict"), default):
         if type(value) is int and value > 0:
             return value
     return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from specreg.capabilities import Capabilities, DraftLogitsLayout, TargetNeeds
-from specreg.errors import PluginError
+from specreg.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API_VERSION",
+    "DraftSetup",
     "DraftWatermarkerFactory",
     "LoadedParts",
     "NamedFactory",
@@ -125,6 +126,23 @@ class DraftWatermarkerFactory(NamedFactory):
 
 
 @dataclass(frozen=True)
+class DraftSetup:
+    """What a speculator's declarations may depend on: all that is known before weights are.
+
+    Attributes:
+        draft_config: the draft checkpoint's `config.json`; empty when unknown.
+        target_config: the target's; empty when unknown.
+        num_speculative_tokens: draft tokens a request and step; None when unknown.
+        options: the spec's own options, validated; None when it has none or they are unknown.
+    """
+
+    draft_config: DraftConfig = field(default_factory=dict)
+    target_config: DraftConfig = field(default_factory=dict)
+    num_speculative_tokens: int | None = None
+    options: Any = None
+
+
+@dataclass(frozen=True)
 class SpeculatorSpec:
     """One speculator: how it is selected, what it can do, and where its code is.
 
@@ -136,52 +154,68 @@ class SpeculatorSpec:
         name: its own name, unique in its plugin.
         methods: values of the config key `method` that it serves.
         factory: import string `"module:callable"`; called with a `SpeculatorContext`.
-        capabilities: static facts, or a function of the draft config that answers for an empty
-            one too.
+        capabilities: static facts, or a function of the `DraftSetup` that answers for an empty one
+            too.
         target_needs: the same for what it reads from its host.
         architectures: entries of `architectures` in the draft config.
         model_types: values of `model_type` or `speculators_model_type` in the draft config.
         predicate: further condition on the draft config.
+        detects: whether a draft config is certainly one of its own, for a configuration that names
+            no method; what narrows a spec detects it as well.
         options_model: pydantic model of its own options; None when it has none.
         api_version: plugin interface that it was written for.
         summary: one line for listings.
         needs_checkpoint: the key `model` must be given.
+        may_lie_in_target: without the key `model`, its weights are looked for in the target's
+            checkpoint, whose config is then the draft config too.
+        default_num_speculative_tokens: function of the draft config: draft tokens a step where the
+            configuration does not say; None where the draft config does not say either.
         tiny_subject: import string `"module:callable"` of what `specreg check` proves: called with
             an empty directory, it writes a tiny random drafter there and returns the
-            `specreg.testing.Subject`. None is enough for a speculator without a checkpoint.
+            `specreg.testing.Subject`. None is enough for a speculator without a checkpoint, and
+            for one with a `random_drafter`.
+        random_drafter: import string `"module:callable"`, called with an empty directory and the
+            target's `config.json`: writes a randomly initialised drafter of matching shape there
+            and returns the speculative configuration that selects it.
     """
 
     name: str
     methods: tuple[str, ...]
     factory: str
-    capabilities: Capabilities | Callable[[DraftConfig], Capabilities]
-    target_needs: TargetNeeds | Callable[[DraftConfig], TargetNeeds] = _NO_NEEDS
+    capabilities: Capabilities | Callable[[DraftSetup], Capabilities]
+    target_needs: TargetNeeds | Callable[[DraftSetup], TargetNeeds] = _NO_NEEDS
     architectures: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
     predicate: Callable[[DraftConfig], bool] | None = None
+    detects: Callable[[DraftConfig], bool] | None = None
     options_model: type[BaseModel] | None = None
     api_version: int = API_VERSION
     summary: str = ""
     needs_checkpoint: bool = True
+    may_lie_in_target: bool = False
+    default_num_speculative_tokens: Callable[[DraftConfig], int | None] | None = None
     tiny_subject: str | None = None
+    random_drafter: str | None = None
 
     def __post_init__(self) -> None:
         NamedFactory(self.name, self.factory)
-        if self.tiny_subject is not None:
-            NamedFactory(self.name, self.tiny_subject)
+        for import_string in (self.tiny_subject, self.random_drafter):
+            if import_string is not None:
+                NamedFactory(self.name, import_string)
         owner = f"SpeculatorSpec {self.name!r}"
-        for field, may_be_empty in (
+        for name, may_be_empty in (
             ("methods", False),
             ("architectures", True),
             ("model_types", True),
         ):
-            _require_names(owner, field, getattr(self, field), may_be_empty=may_be_empty)
-        for field, kind in (("capabilities", Capabilities), ("target_needs", TargetNeeds)):
-            value = getattr(self, field)
+            _require_names(owner, name, getattr(self, name), may_be_empty=may_be_empty)
+        for name, kind in (("capabilities", Capabilities), ("target_needs", TargetNeeds)):
+            value = getattr(self, name)
             is_known = isinstance(value, kind) or callable(value)
-            _require(is_known, owner, field, value, f"{kind.__name__}, or a function that gives it")
-        is_predicate = self.predicate is None or callable(self.predicate)
-        _require(is_predicate, owner, "predicate", self.predicate, "a function or None")
+            _require(is_known, owner, name, value, f"{kind.__name__}, or a function that gives it")
+        for name in ("predicate", "detects", "default_num_speculative_tokens"):
+            value = getattr(self, name)
+            _require(value is None or callable(value), owner, name, value, "a function or None")
         fields = getattr(self.options_model, "model_fields", None)
         is_model = self.options_model is None or isinstance(fields, dict)
         _require(is_model, owner, "options_model", self.options_model, "a pydantic model or None")
@@ -189,26 +223,28 @@ class SpeculatorSpec:
         is_version = type(self.api_version) is int and self.api_version >= 1
         _require(is_version, owner, "api_version", self.api_version, f"1 to {API_VERSION}")
 
-    def capabilities_for(self, draft_config: DraftConfig) -> Capabilities:
-        """Capabilities for a draft config, empty when unknown. Raises `PluginError`."""
-        return self._fact("capabilities", Capabilities, draft_config)
+    def capabilities_for(self, setup: DraftSetup) -> Capabilities:
+        """Capabilities for what is known. Raises `PluginError`, `CheckpointError`."""
+        return self._fact("capabilities", Capabilities, setup)
 
-    def needs_for(self, draft_config: DraftConfig) -> TargetNeeds:
-        """Target needs for a draft config, empty when unknown. Raises `PluginError`."""
-        return self._fact("target_needs", TargetNeeds, draft_config)
+    def needs_for(self, setup: DraftSetup) -> TargetNeeds:
+        """Target needs for what is known. Raises `PluginError`, `CheckpointError`."""
+        return self._fact("target_needs", TargetNeeds, setup)
 
-    def _fact(self, field: str, kind: type[_Fact], draft_config: DraftConfig) -> _Fact:
+    def _fact(self, field: str, kind: type[_Fact], setup: DraftSetup) -> _Fact:
         declared = getattr(self, field)
         if isinstance(declared, kind):
             return declared
         try:
-            fact = declared(draft_config)
+            fact = declared(setup)
+        except CheckpointError:  # The draft config is at fault, not the plugin.
+            raise
         except Exception as error:
             raise PluginError(
                 f"speculator {self.name!r} cannot tell its {field}",
-                where=f"SpeculatorSpec {self.name!r}, {field}(draft_config)",
+                where=f"SpeculatorSpec {self.name!r}, {field}(setup)",
                 got=f"{type(error).__name__}: {error}",
-                fix="check the draft config.json; the function must answer for an empty one too",
+                fix="check the draft config.json; the function must answer for an empty setup too",
             ) from error
         _require(isinstance(fact, kind), f"speculator {self.name!r}", field, fact, kind.__name__)
         return fact  # type: ignore[no-any-return]
@@ -241,9 +277,8 @@ class PolicyInputs:
         config: the configuration of the run; its `speculative` part is complete.
         spec: the selected speculator.
         distribution: where that came from.
-        options: its own options, validated; None when it has none.
-        capabilities: its capabilities for `draft_config`.
-        draft_config: the draft checkpoint's config; empty when unknown.
+        setup: what its declarations depend on.
+        capabilities: its capabilities for `setup`.
         watermarker: the configured draft watermarker; None when there is none.
         rejection_sampler: the configured rejection sampler; None is the stock one.
         loaded: None before loading.
@@ -252,9 +287,8 @@ class PolicyInputs:
     config: EngineConfig
     spec: SpeculatorSpec
     distribution: str
-    options: BaseModel | None
+    setup: DraftSetup
     capabilities: Capabilities
-    draft_config: DraftConfig
     watermarker: DraftWatermarkerFactory | None = None
     rejection_sampler: RejectionSamplerFactory | None = None
     loaded: LoadedParts | None = None

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from specreg.capabilities import Capabilities
 from specreg.draft_logits import DraftLogitsCache
 from specreg.kernels.common.upload import upload
-from specreg.plugin import SpeculatorSpec
+from specreg.plugin import DraftSetup, SpeculatorSpec
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from specreg.config import EngineConfig
     from specreg.draft_sampler import DraftSampler
     from specreg.policy import DraftLogitsPlan
@@ -142,21 +141,35 @@ class SpeculatorContext:
     Attributes:
         spec: the spec whose factory is called.
         config: the whole engine configuration.
-        options: the spec's `options_model`, validated; None when it has none.
-        draft_config: the draft checkpoint's `config.json`; empty when there is no checkpoint.
-        draft_path: the draft checkpoint's directory, resolved; None when there is none.
+        setup: what its declarations depend on.
+        draft_path: the draft checkpoint's directory, resolved; the target's for a speculator whose
+            weights lie there; None when there is none.
         max_model_len: positions a request may have; drafting writes no KV at or beyond it.
         device, dtype: where and in what its weights are wanted.
     """
 
     spec: SpeculatorSpec
     config: EngineConfig
-    options: BaseModel | None
-    draft_config: Mapping[str, Any]
+    setup: DraftSetup
     draft_path: str | None
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def options(self) -> Any:
+        """The spec's `options_model`, validated; None when it has none."""
+        return self.setup.options
+
+    @property
+    def draft_config(self) -> Mapping[str, Any]:
+        """The draft checkpoint's `config.json`; empty when there is no checkpoint."""
+        return self.setup.draft_config
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the spec declares for this setup."""
+        return self.spec.capabilities_for(self.setup)
 
 
 @dataclass
@@ -295,7 +308,7 @@ class SpeculatorBase:
 
     def supports_batch_sharded_draft_logits(self) -> bool:
         """The static declaration; a subclass refines it with what loading has told."""
-        return self.spec.capabilities_for(self.context.draft_config).honors_owner_mask
+        return self.context.capabilities.honors_owner_mask
 
     def allocate_draft_logits(
         self, plan: DraftLogitsPlan, device: torch.device

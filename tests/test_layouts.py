@@ -94,8 +94,7 @@ def load(method, layout="auto", *, tp=1, rank=0, max_num_seqs=MAX_NUM_SEQS):
     context = SpeculatorContext(
         spec=plan.inputs.spec,
         config=plan.inputs.config,
-        options=None,
-        draft_config={},
+        setup=plan.inputs.setup,
         draft_path=None,
         max_model_len=64,
         device=torch.device("cpu"),

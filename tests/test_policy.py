@@ -359,8 +359,8 @@ class TestTheTarget:
 
 
 def test_the_draft_config_decides_what_the_speculator_can(tmp_path):
-    def facts(draft_config):
-        size = draft_config.get("draft_vocab_size")
+    def facts(setup):
+        size = setup.draft_config.get("draft_vocab_size")
         return capabilities(layouts=frozenset({DENSE, DRAFT_VOCAB}), draft_vocab_size=size)
 
     registry = Registry.from_plugins([ToyPlugin(spec(capabilities=facts))])

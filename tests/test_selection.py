@@ -22,9 +22,9 @@ def registry(*plugins: ToyPlugin) -> Registry:
     return Registry.from_plugins(plugins)
 
 
-def select(loaded: Registry, draft_config=None, **keys):
+def select(loaded: Registry, draft_config=None, *, target_config=None, **keys):
     keys = {"num_speculative_tokens": 3} | keys
-    return loaded.select(SpeculativeConfig.parse(keys), draft_config)
+    return loaded.select(SpeculativeConfig.parse(keys), draft_config, target_config)
 
 
 def accepts_wide(config):
@@ -65,7 +65,7 @@ def test_with_an_unknown_draft_config_a_single_narrowed_speculator_is_taken():
     loaded = registry(ToyPlugin(FAMILY["both"]))
     selection = select(loaded, None, method="fam")
     assert selection.spec.name == "both"
-    assert selection.draft_config == {}
+    assert selection.setup.draft_config == {}
 
 
 def test_with_an_unknown_draft_config_equally_narrowed_speculators_cannot_be_told_apart():
@@ -292,9 +292,9 @@ class TestOptions:
     loaded = registry(ToyPlugin(spec("m", options_model=ToyOptions), spec("n")))
 
     def test_are_validated_by_the_speculator_that_is_selected(self):
-        assert select(self.loaded, method="m").options == ToyOptions()
-        assert select(self.loaded, method="m", search_depth=2).options.search_depth == 2
-        assert select(self.loaded, method="n").options is None
+        assert select(self.loaded, method="m").setup.options == ToyOptions()
+        assert select(self.loaded, method="m", search_depth=2).setup.options.search_depth == 2
+        assert select(self.loaded, method="n").setup.options is None
 
     def test_of_a_wrong_value_name_the_key(self):
         with pytest.raises(ConfigError, match=r"where: speculative_config\.search_depth"):
@@ -309,3 +309,52 @@ class TestOptions:
     def test_of_another_method_are_not_dropped(self):
         with pytest.raises(ConfigError, match=r"'n' has no option 'prompt_lookup_max'.*another"):
             select(self.loaded, method="n", prompt_lookup_max=3)
+
+
+class TestDetectionByTheSpeculatorItself:
+    def test_a_speculator_without_a_narrowing_is_found_by_what_it_detects(self):
+        loaded = registry(
+            ToyPlugin(spec("plain")),
+            ToyPlugin(spec("heads", detects=lambda config: "head_width" in config)),
+        )
+        assert select(loaded, {"head_width": 3}).spec.name == "heads"
+        with pytest.raises(UnknownMethodError, match="cannot be detected"):
+            select(loaded, {"width": 3})
+
+    def test_a_detection_that_fails_names_the_speculator(self):
+        loaded = registry(ToyPlugin(spec("heads", detects=lambda config: config["absent"])))
+        with pytest.raises(PluginError, match="detects of speculator 'heads' failed"):
+            select(loaded, {"head_width": 3})
+
+
+class TestWeightsInsideTheTarget:
+    loaded = registry(ToyPlugin(spec("inner", may_lie_in_target=True, needs_checkpoint=True)))
+
+    def test_are_described_by_the_targets_config(self):
+        selection = select(self.loaded, method="inner", target_config={"modules": 1})
+        assert selection.setup.draft_config == {"modules": 1}
+
+    def test_give_way_to_a_checkpoint_of_its_own(self):
+        selection = select(
+            self.loaded, {"modules": 2}, method="inner", model="own", target_config={"modules": 1}
+        )
+        assert selection.setup.draft_config == {"modules": 2}
+        assert selection.setup.target_config == {"modules": 1}
+
+
+class TestTheDeclaredNumberOfDraftTokens:
+    def test_is_the_speculators_default_where_no_key_says_it(self):
+        with_default = spec(
+            "toy", default_num_speculative_tokens=lambda config: config.get("depth")
+        )
+        loaded = registry(ToyPlugin(with_default))
+        asked = {"method": "toy", "num_speculative_tokens": None}
+        assert select(loaded, {"depth": 4}, **asked).speculative.num_speculative_tokens == 4
+        assert select(loaded, {"depth": 4}, method="toy").setup.num_speculative_tokens == 3
+        with pytest.raises(ConfigError, match="draft tokens is not known"):
+            select(loaded, {}, **asked)
+
+    def test_may_not_exceed_what_the_speculator_can(self):
+        bounded = spec("toy", capabilities=capabilities(max_num_speculative_tokens=2))
+        with pytest.raises(ConfigError, match="3; allowed: 1 to 2"):
+            select(registry(ToyPlugin(bounded)), method="toy")

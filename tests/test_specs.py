@@ -8,7 +8,7 @@ from toy_plugins import capabilities, spec
 
 from specreg.capabilities import Capabilities, DraftingStyle, TargetNeeds
 from specreg.errors import PluginError
-from specreg.specs import NamedFactory, PolicyInputs, PolicyRule, Verdict
+from specreg.specs import DraftSetup, NamedFactory, PolicyInputs, PolicyRule, Verdict
 
 
 @pytest.mark.parametrize(
@@ -65,23 +65,25 @@ def test_a_factory_that_cannot_be_called_is_refused():
         NamedFactory("toy", "os:sep").load_factory()
 
 
-def test_capabilities_and_needs_are_data_or_a_function_of_the_draft_config():
-    def from_config(config):
-        return capabilities(draft_vocab_size=config.get("draft_vocab_size"))
+def test_capabilities_and_needs_are_data_or_a_function_of_the_setup():
+    def from_setup(setup):
+        return capabilities(draft_vocab_size=setup.draft_config.get("draft_vocab_size"))
 
     toy = spec(
-        capabilities=from_config, target_needs=lambda config: TargetNeeds(prefill_lookahead=1)
+        capabilities=from_setup,
+        target_needs=lambda setup: TargetNeeds(prefill_lookahead=setup.num_speculative_tokens or 1),
     )
-    assert toy.capabilities_for({"draft_vocab_size": 7}).draft_vocab_size == 7
-    assert toy.needs_for({}).prefill_lookahead == 1
-    assert spec().needs_for({}) == TargetNeeds()
+    assert toy.capabilities_for(DraftSetup({"draft_vocab_size": 7})).draft_vocab_size == 7
+    assert toy.needs_for(DraftSetup()).prefill_lookahead == 1
+    assert toy.needs_for(DraftSetup(num_speculative_tokens=3)).prefill_lookahead == 3
+    assert spec().needs_for(DraftSetup()) == TargetNeeds()
 
 
 def test_a_capability_function_that_fails_names_the_speculator():
     with pytest.raises(PluginError, match=r"'toy' cannot tell its capabilities[\s\S]*KeyError"):
-        spec(capabilities=lambda config: config["absent"]).capabilities_for({})
+        spec(capabilities=lambda setup: setup.draft_config["absent"]).capabilities_for(DraftSetup())
     with pytest.raises(PluginError, match="allowed: TargetNeeds"):
-        spec(target_needs=lambda config: None).needs_for({})
+        spec(target_needs=lambda setup: None).needs_for(DraftSetup())
 
 
 def test_undeclared_capabilities_are_the_safe_ones():
@@ -96,9 +98,8 @@ def inputs(loaded=None) -> PolicyInputs:
         config=None,
         spec=spec(),
         distribution="toy-dist",
-        options=None,
+        setup=DraftSetup(),
         capabilities=capabilities(),
-        draft_config={},
         loaded=loaded,
     )
 

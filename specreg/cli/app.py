@@ -13,6 +13,7 @@ from specreg.cli.generate import generate
 from specreg.cli.list import list_speculators
 from specreg.cli.new import new
 from specreg.cli.plan import plan
+from specreg.cli.random_drafter import random_drafter
 from specreg.errors import SpecregError
 
 __all__ = ["main"]
@@ -30,6 +31,7 @@ app.command("generate")(generate)
 app.command("list")(list_speculators)
 app.command("new")(new)
 app.command("plan")(plan)
+app.command("random-drafter")(random_drafter)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,6 +12,7 @@ import typer
 from specreg.capabilities import Capabilities
 from specreg.cli.matrix import print_matrix
 from specreg.registry import BrokenPlugin, RegisteredSpeculator, get_registry
+from specreg.specs import DraftSetup
 
 __all__ = ["list_speculators"]
 
@@ -54,7 +55,7 @@ def _speculator(entry: RegisteredSpeculator) -> dict[str, Any]:
         "methods": list(spec.methods),
         "architectures": list(spec.architectures),
         "model_types": list(spec.model_types),
-        "capabilities": _capabilities(spec.capabilities_for({})),
+        "capabilities": _capabilities(spec.capabilities_for(DraftSetup())),
         "distribution": entry.distribution,
         "version": entry.version,
         "api_version": spec.api_version,
@@ -79,7 +80,7 @@ def _broken(plugin: BrokenPlugin) -> dict[str, Any]:
 
 
 def _print_speculator(entry: RegisteredSpeculator) -> None:
-    spec, facts = entry.spec, _capabilities(entry.spec.capabilities_for({}))
+    spec, facts = entry.spec, _capabilities(entry.spec.capabilities_for(DraftSetup()))
     typer.secho(f"{spec.name} ({entry.distribution} {entry.version})", bold=True)
     style, layouts = facts.pop("style"), facts.pop("layouts")
     _print_facts(

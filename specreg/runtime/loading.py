@@ -38,6 +38,7 @@ from specreg.runtime.tensor_parallel import TensorParallel
 from specreg.runtime.token_history import TokenHistory
 from specreg.runtime.tokenizer import Tokenizer, eos_token_ids
 from specreg.runtime.watermarking import make_watermarker
+from specreg.specs import PolicyInputs
 from specreg.speculator import Speculator, SpeculatorContext
 
 __all__ = ["Drafting", "LoadedModels", "load_models"]
@@ -255,9 +256,8 @@ def _load_drafting(
     context = SpeculatorContext(
         spec=inputs.spec,
         config=inputs.config,
-        options=inputs.options,
-        draft_config=inputs.draft_config,
-        draft_path=str(resolve_model(speculative.model)) if speculative.model else None,
+        setup=inputs.setup,
+        draft_path=_draft_path(config, inputs),
         max_model_len=speculative.max_model_len or max_model_len,
         device=target.device,
         dtype=target.dtype,
@@ -286,7 +286,7 @@ def _load_drafting(
         target_ids=getattr(speculator, "target_ids", None),
         watermarker=watermarker,
     )
-    needs = inputs.spec.needs_for(inputs.draft_config)
+    needs = inputs.spec.needs_for(inputs.setup)
     if watermarker is not None:
         needs = replace(needs, needs_token_history=True)
     if config.max_num_batched_tokens <= needs.prefill_lookahead:
@@ -298,6 +298,14 @@ def _load_drafting(
             fix="raise max_num_batched_tokens",
         )
     return Drafting(speculator, needs, plan, cache, sampler)
+
+
+def _draft_path(config: EngineConfig, inputs: PolicyInputs) -> str | None:
+    """Where the speculator's weights are: a checkpoint of its own, the target's, or nowhere."""
+    speculative = config.speculative
+    if speculative is not None and speculative.model:
+        return str(resolve_model(speculative.model))
+    return str(resolve_model(config.target)) if inputs.spec.may_lie_in_target else None
 
 
 def _allocate_kv(

@@ -77,5 +77,4 @@ def _capturable(speculator: Speculator) -> SpeculatorBase | None:
         return None
     if type(speculator).propose is not SpeculatorBase.propose:
         return None
-    capabilities = speculator.spec.capabilities_for(speculator.context.draft_config)
-    return speculator if capabilities.is_cuda_graph_safe else None
+    return speculator if speculator.context.capabilities.is_cuda_graph_safe else None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specreg.testing.conformance import SpeculatorConformance
     from specreg.testing.guarded_cache import GuardedCache
     from specreg.testing.lab import Lab
+    from specreg.testing.random_drafter import save_random_checkpoint, save_random_drafter
     from specreg.testing.subject import Subject, tiny_subject
     from specreg.testing.tiny_subjects import perturbed_copy, save_kit_target
 
@@ -34,6 +35,8 @@ __all__ = [
     "prompt_batch",
     "run_checks",
     "save_kit_target",
+    "save_random_checkpoint",
+    "save_random_drafter",
     "tiny_subject",
     "with_padding",
 ]
@@ -53,6 +56,8 @@ _MODULES = {
     "prompt_batch": "batches",
     "run_checks": "checks",
     "save_kit_target": "tiny_subjects",
+    "save_random_checkpoint": "random_drafter",
+    "save_random_drafter": "random_drafter",
     "tiny_subject": "subject",
     "with_padding": "batches",
 }

@@ -52,10 +52,10 @@ class Lab:
         model = subject.speculative.get("model")
         config = engine_config(subject, Settings(), "greedy").speculative
         assert config is not None
-        self.selection: Selection = self.registry.select(config, read_model_config(model))
-        self.capabilities: Capabilities = self.selection.spec.capabilities_for(
-            self.selection.draft_config
+        self.selection: Selection = self.registry.select(
+            config, read_model_config(model), read_model_config(subject.target)
         )
+        self.capabilities: Capabilities = self.selection.capabilities
         self.pool = pool or RankPool(max(tps))
         self._owns_pool = pool is None
         self._engines: dict[Settings, TurnEngine | Exception] = {}

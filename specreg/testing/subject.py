@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from specreg.errors import ConfigError, PluginError
+from specreg.model_config import read_model_config
 from specreg.registry import Registry, get_registry
-from specreg.specs import NamedFactory, SpeculatorSpec
-from specreg.spelling import known_names
+from specreg.specs import NamedFactory
+from specreg.testing.registered import registered_spec
 
 __all__ = ["Subject", "tiny_subject"]
 
@@ -70,7 +71,7 @@ def tiny_subject(name: str, directory: Path, registry: Registry | None = None) -
         ConfigError: no such speculator, or one whose checkpoint nobody can make.
         PluginError: its `tiny_subject` cannot be imported.
     """
-    spec = _spec(name, registry or get_registry())
+    spec = registered_spec(name, registry or get_registry())
     if spec.tiny_subject is not None:
         make = NamedFactory(spec.name, spec.tiny_subject).load_factory()
         subject = make(directory)
@@ -82,36 +83,25 @@ def tiny_subject(name: str, directory: Path, registry: Registry | None = None) -
                 fix="return Subject(speculative=..., target=...)",
             )
         return subject
-    if spec.needs_checkpoint:
+    if spec.needs_checkpoint and spec.random_drafter is None:
         raise ConfigError(
             f"speculator {name!r} cannot be checked without a checkpoint",
-            where=f"SpeculatorSpec {name!r}, tiny_subject",
+            where=f"SpeculatorSpec {name!r}, random_drafter and tiny_subject",
             got="None, although needs_checkpoint is True; allowed: an import string",
-            fix="let the plugin name a function that writes a tiny random drafter",
+            fix="let the plugin name a function that writes a random drafter",
         )
+    from specreg.testing.random_drafter import make_random_drafter
     from specreg.testing.tiny_subjects import save_kit_target
 
-    speculative = {
+    target = save_kit_target(directory / "target")
+    speculative: dict[str, Any] = {
         "method": spec.methods[0],
         "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
     }
-    return Subject(speculative, str(save_kit_target(directory / "target")))
-
-
-def _spec(name: str, registry: Registry) -> SpeculatorSpec:
-    found = [entry.spec for entry in registry.speculators if entry.spec.name == name]
-    if len(found) == 1:
-        return found[0]
-    known = {entry.spec.name for entry in registry.speculators}
-    broken = "".join(f"; failed to load: {p.source}: {p.error}" for p in registry.broken)
-    raise ConfigError(
-        f"there is no speculator {name!r} to check"
-        if not found
-        else f"several distributions offer a speculator {name!r}",
-        where="name of the speculator",
-        got=f"{name!r}; {known_names(name, known)}{broken}",
-        fix="name one that 'specreg list' prints; SPECREG_PLUGINS leaves distributions out",
-    )
+    if spec.random_drafter is not None:
+        config = read_model_config(str(target)) or {}
+        speculative |= make_random_drafter(spec, directory / "draft", config)
+    return Subject(speculative, str(target))
 
 
 def _imported(path: str) -> object:

@@ -11,6 +11,7 @@ from specreg_draft_model.expanded_prefill import ExpandedPrefill, expand_prefill
 from specreg.capabilities import DraftingStyle, DraftLogitsLayout
 from specreg.config import EngineConfig
 from specreg.errors import CheckpointError
+from specreg.plugin import DraftSetup
 from specreg.registry import get_registry
 from specreg.runtime.engine import Engine
 from specreg.sampling_params import SamplingParams
@@ -94,7 +95,7 @@ def test_nothing_is_read_through_a_padding_row_or_behind_the_longest_request() -
 
 def test_it_is_found_through_its_entry_point_and_opts_in_to_sharding() -> None:
     (found,) = [s for s in get_registry().speculators if "draft_model" in s.spec.methods]
-    capabilities = found.spec.capabilities_for({})
+    capabilities = found.spec.capabilities_for(DraftSetup())
     assert found.distribution == "specreg"
     assert capabilities.style is DraftingStyle.AUTOREGRESSIVE
     assert capabilities.honors_owner_mask

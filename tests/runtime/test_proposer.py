@@ -14,8 +14,7 @@ from specreg.speculator import DraftOutput, ProposeInputs, SpeculatorBase
 def declared(kind: type[SpeculatorBase], *, is_safe: bool) -> Any:
     capabilities = SimpleNamespace(is_cuda_graph_safe=is_safe)
     speculator = kind.__new__(kind)
-    speculator.spec = SimpleNamespace(capabilities_for=lambda config: capabilities)  # type: ignore[assignment]
-    speculator.context = SimpleNamespace(draft_config={})  # type: ignore[assignment]
+    speculator.context = SimpleNamespace(capabilities=capabilities)  # type: ignore[assignment]
     return speculator
 
 

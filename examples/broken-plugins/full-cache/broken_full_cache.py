@@ -7,13 +7,13 @@ from dataclasses import replace
 import specreg_example
 
 from specreg.capabilities import FusedSampling
-from specreg.plugin import SpeculatorSpec, hookimpl
+from specreg.plugin import DraftSetup, SpeculatorSpec, hookimpl
 
 
 @hookimpl
 def specreg_speculators() -> list[SpeculatorSpec]:
     (base,) = specreg_example.specreg_speculators()
-    facts = replace(base.capabilities_for({}), fused_sampling=FusedSampling.FULL_CACHE)
+    facts = replace(base.capabilities_for(DraftSetup()), fused_sampling=FusedSampling.FULL_CACHE)
     factory = "broken_full_cache_speculator:FullCacheSpeculator"
     return [
         replace(

@@ -12,6 +12,7 @@ from specreg_example.options import SuffixCountsOptions
 from specreg_example.speculator import SuffixCountsSpeculator
 
 from specreg.config import EngineConfig
+from specreg.plugin import DraftSetup
 from specreg.registry import get_registry
 from specreg.speculator import SpeculatorContext
 
@@ -37,8 +38,7 @@ def drafts_behind(history: list[list[int]]) -> tuple[list[list[int]], GreedySamp
     context = SpeculatorContext(
         spec=next(e.spec for e in registered if e.spec.name == "suffix_counts"),
         config=EngineConfig.parse({"speculative": speculative, "max_num_seqs": 4}),
-        options=SuffixCountsOptions(unseen_mass=0.5),
-        draft_config={},
+        setup=DraftSetup(options=SuffixCountsOptions(unseen_mass=0.5)),
         draft_path=None,
         max_model_len=16,
         device=torch.device("cpu"),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from specreg.capabilities import Capabilities, DraftingStyle, TargetNeeds
 from specreg.nn.kv_specs import kv_specs_from_config
-from specreg.plugin import SpeculatorSpec, hookimpl
+from specreg.plugin import DraftSetup, SpeculatorSpec, hookimpl
 
 __all__ = ["specreg_speculators"]
 
@@ -20,9 +17,10 @@ CAPABILITIES = Capabilities(
 )
 
 
-def target_needs(draft_config: Mapping[str, Any]) -> TargetNeeds:
+def target_needs(setup: DraftSetup) -> TargetNeeds:
     """It reads nothing of the target but its tokens, and keeps KV for each of its own layers."""
-    return TargetNeeds(kv_specs=kv_specs_from_config(draft_config) if draft_config else ())
+    config = setup.draft_config
+    return TargetNeeds(kv_specs=kv_specs_from_config(config) if config else ())
 
 
 @hookimpl
