@@ -70,13 +70,17 @@ class BatchSharder:
         """Who verifies what, from `idx_mapping` and `cu_num_logits` on the host."""
         return shard_plan(idx_mapping, cu_num_logits, self.shard)
 
-    def exchange_logits(self, local_logits: Tensor, plan: ShardPlan) -> Tensor:
+    def exchange_logits(
+        self, local_logits: Tensor, plan: ShardPlan, out: Tensor | None = None
+    ) -> Tensor:
         """Trade vocabulary slices of all rows for whole rows of the requests owned here.
 
         Args:
             local_logits: `[num_logits, shard_width]`, this rank's columns, rows in `plan.order`;
                 the same width on every rank, padding columns last.
             plan: of the step.
+            out: `[>= num_local_logits, num_ranks * shard_width]` to write the rows to; None
+                allocates them.
 
         Returns:
             `[num_local_logits, vocab_size]`, a view; rows in the order of the local batch.
@@ -87,7 +91,12 @@ class BatchSharder:
         received = self.collectives.all_to_all_rows(local_logits, send, [num_rows] * num_ranks)
         width = local_logits.shape[1]
         by_row = received.view(num_ranks, num_rows, width).transpose(0, 1)
-        return by_row.reshape(num_rows, num_ranks * width)[:, : self.vocab_size]
+        if out is None:
+            whole = by_row.reshape(num_rows, num_ranks * width)
+        else:
+            whole = out[:num_rows]
+            whole.view(num_rows, num_ranks, width).copy_(by_row)
+        return whole[:, : self.vocab_size]
 
     def gather_outputs(
         self,

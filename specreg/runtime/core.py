@@ -41,6 +41,7 @@ class EngineCore:
     def close(self) -> None:
         """End the other ranks. Safe to call twice."""
         self._is_closed, self.is_running = True, False
+        self._runner.close()
         self._group.close()
 
     def begin_run(self) -> RunStats:
@@ -64,7 +65,7 @@ class EngineCore:
         with self._ending_on_error():
             self._group.begin_run()
         self.is_running = True
-        self._group.tp.counts.clear()
+        self._group.tp.clear_counts()
         self._runner.clear_counts()
         self._num_preemptions_before = self.scheduler.num_preemptions
         return RunStats(
@@ -102,6 +103,7 @@ class EngineCore:
         self.is_running = False
         stats.num_draft_nans = self._runner.num_draft_nans
         stats.num_collectives = dict(self._group.tp.counts)
+        stats.num_collective_bytes = dict(self._group.tp.num_bytes)
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:

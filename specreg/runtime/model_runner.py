@@ -14,18 +14,18 @@ from specreg.fingerprint import Fingerprint
 from specreg.kernels.common.upload import upload
 from specreg.logprobs import LogprobsFormat, TokenLogprobs
 from specreg.nn.hf_decoder import DecoderOutput
-from specreg.ownership import Shard
+from specreg.ownership import Shard, rows_per_rank
 from specreg.runtime.batch import Batch
-from specreg.runtime.cuda_graphs import GraphSizes
+from specreg.runtime.cuda_graphs import GraphPool, GraphSizes
 from specreg.runtime.loading import LoadedModels
-from specreg.runtime.padded_verifier import PaddedVerifier
+from specreg.runtime.padded_verifier import PaddedHead, PaddedVerifier
 from specreg.runtime.plugin_checks import check_draft_ids
 from specreg.runtime.proposer import Proposer
 from specreg.runtime.slot_processors import SlotProcessors
 from specreg.runtime.slot_state import SlotState
 from specreg.runtime.step import ScheduledRow, StepOutput, StepPlan
 from specreg.runtime.token_history import TokenHistory
-from specreg.runtime.transfer import to_host
+from specreg.runtime.transfer import to_device, to_host
 from specreg.runtime.verifier import OwnedBatch, Verified, Verifier
 from specreg.speculator import ProposeInputs
 
@@ -40,7 +40,8 @@ class ModelRunner:
 
     Attributes:
         graph_sizes: what batches are padded to.
-        padded_verifier: verifies plain batches of these sizes; None where nothing is padded.
+        padded_verifier: verifies plain batches of these sizes, or as many requests as a rank owns;
+            None where nothing is padded.
         proposer: asks the speculator; None without one.
 
     Raises:
@@ -78,39 +79,78 @@ class ModelRunner:
             num_draft_tokens=0,
             next_prefill_tokens=[-1] * models.needs.prefill_lookahead,
         )
-        self.padded_verifier, self.proposer = self._make_padded()
-        self._warm_up()
+        handle = torch.cuda.graph_pool_handle() if self.graph_sizes.is_captured else None
+        self._graphs = GraphPool(handle, (models.tp.counts, models.tp.num_bytes))
+        # Where logits rows of fixed address are: hidden states to score, or rows that were scored.
+        self._head: PaddedHead | None = None
+        self._owned_logits: Tensor | None = None
+        self.padded_verifier = self._make_padded_verifier()
+        self.proposer = self._make_proposer()
+        try:
+            self._warm_up()
+        except BaseException:
+            self.close()
+            raise
 
-    def _make_padded(self) -> tuple[PaddedVerifier | None, Proposer | None]:
-        """What works on padded batches; its graphs share their memory."""
-        models, sizes = self.models, self.graph_sizes
-        pool = torch.cuda.graph_pool_handle() if sizes.is_captured else None
-        verifier = proposer = None
+    def _make_padded_verifier(self) -> PaddedVerifier | None:
+        models, target, sharder = self.models, self.models.target, self.models.sharder
         is_safe = getattr(models.rejection_sampler, "is_cuda_graph_safe", False)
-        if sizes.sizes and is_safe and models.sharder is None:
-            verifier = PaddedVerifier(
-                models.target,
-                self._verifier,
-                self.state,
-                self.draft_logits,
-                models.num_speculative_tokens,
-                sizes,
-                pool,
+        if not (self.graph_sizes.sizes and is_safe):
+            return None
+        sizes, rows_per_req = self.graph_sizes, models.num_speculative_tokens + 1
+        if sharder is None:
+            self._head = PaddedHead(target, sizes.sizes[-1] * rows_per_req)
+            logits = self._head.logits
+        else:
+            num_shards = sharder.shard.num_shards
+            sizes = sizes.up_to(rows_per_rank(models.config.max_num_seqs, num_shards))
+            self._owned_logits = torch.empty(
+                sizes.sizes[-1] * rows_per_req,
+                num_shards * target.shard_width,
+                dtype=target.dtype,
+                device=self.device,
             )
+            scored = self._owned_logits[:, : target.vocab_size]
+
+            def logits(num_rows: int) -> Tensor:
+                return scored[:num_rows]
+
+        return PaddedVerifier(
+            logits,
+            self._verifier,
+            self.state,
+            self.draft_logits,
+            models.num_speculative_tokens,
+            sizes,
+            self._graphs,
+        )
+
+    def _make_proposer(self) -> Proposer | None:
+        models, sizes = self.models, self.graph_sizes
         speculative = models.config.speculative
-        if models.drafting is not None and speculative is not None:
-            if speculative.enforce_eager:
-                sizes = replace(sizes, is_captured=False)
-            max_num_seqs = models.config.max_num_seqs
-            proposer = Proposer(models.drafting, max_num_seqs, sizes, pool, self.device)
-        return verifier, proposer
+        if models.drafting is None or speculative is None:
+            return None
+        if speculative.enforce_eager:
+            sizes = replace(sizes, is_captured=False)
+        max_num_seqs = models.config.max_num_seqs
+        return Proposer(models.drafting, max_num_seqs, sizes, self._graphs, self.device)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Record every graph, from the largest down, on rows that are inert."""
-        if self.graph_sizes.is_captured:
-            for size in reversed(self.graph_sizes.sizes):
-                self._run([self._padding_row] * size)
+        if not self.graph_sizes.is_captured:
+            return
+        if self.padded_verifier is not None:
+            self.padded_verifier.warm_up()
+        for size in reversed(self.graph_sizes.sizes):
+            self._run([self._padding_row] * size)
+
+    def close(self) -> None:
+        """Release the graphs, whose collectives keep the ranks' group. Safe to call twice."""
+        if self.padded_verifier is not None:
+            self.padded_verifier.decide.release()
+        if self.proposer is not None:
+            self.proposer.draft.release()
 
     @property
     def num_draft_nans(self) -> int:
@@ -143,11 +183,21 @@ class ModelRunner:
             if row.num_logits and row.slot in self.state.logprob_queries
         )
         padding = [self._padding_row] * (self.graph_sizes.padded(num_reqs) - num_reqs)
-        *outputs, hashes, drafts = to_host(self._run([*plan.rows, *padding], layout))
+        *outputs, hashes, drafts = self._fetch([*plan.rows, *padding], layout)
         check_agreement(hashes.tolist(), plan.step, self._proposal_step)
         self._proposal_step = plan.step
         outputs = [output[:num_reqs] for output in outputs]
         return self._unpack([row.slot for row in plan.rows], outputs, drafts[:num_reqs], layout)
+
+    def _fetch(self, rows: Sequence[ScheduledRow], layout: LogprobsFormat | None) -> list[Tensor]:
+        """Run a step and wait for what it gives, on the host."""
+        try:
+            fetched = to_host(self._run(rows, layout))
+        except RuntimeError:  # Whatever an aborted collective leads to.
+            self.models.tp.raise_if_aborted()
+            raise
+        self.models.tp.raise_if_aborted()
+        return fetched
 
     def _run(
         self, rows: Sequence[ScheduledRow], layout: LogprobsFormat | None = None
@@ -189,8 +239,17 @@ class ModelRunner:
     ) -> GatheredOutputs:
         target, sharder = self.models.target, self.models.sharder
         if sharder is None:
-            if layout is None and self._is_plain(batch) and self.padded_verifier is not None:
-                return self._replicated(self.padded_verifier(batch, hidden))
+            if self._head is not None and self._is_plain(batch.slots, layout):
+                self._head.fill(hidden, batch.logits_indices)
+                assert self.padded_verifier is not None
+                decided = self.padded_verifier(
+                    batch.draft_tokens,
+                    batch.idx_mapping_device,
+                    batch.cu_num_logits_device,
+                    batch.positions,
+                    batch.expanded_idx_mapping,
+                )
+                return self._replicated(decided)
             logits = target.compute_logits(hidden[batch.logits_indices])
             everything = OwnedBatch(
                 batch.idx_mapping, batch.cu_num_logits, batch.draft_tokens, batch.positions
@@ -198,7 +257,7 @@ class ModelRunner:
             return self._replicated(self._verifier(logits, everything, layout))
         plan = sharder.plan(batch.idx_mapping, batch.cu_num_logits)
         rows = batch.logits_indices[upload(plan.order, self.device)]
-        logits = sharder.exchange_logits(target.compute_logits_local(hidden[rows]), plan)
+        local = target.compute_logits_local(hidden[rows])
         reqs = upload(plan.local_reqs, self.device)
         owned = OwnedBatch(
             plan.local_idx_mapping,
@@ -206,7 +265,11 @@ class ModelRunner:
             batch.draft_tokens[reqs],
             batch.positions[reqs],
         )
-        output = self._verifier(logits, owned, layout)
+        if self._is_plain(owned.idx_mapping.tolist(), layout):
+            sharder.exchange_logits(local, plan, out=self._owned_logits)
+            output = self._verify_owned(owned)
+        else:
+            output = self._verifier(sharder.exchange_logits(local, plan), owned, layout)
         return sharder.gather_outputs(
             output.sampled,
             output.num_sampled,
@@ -216,11 +279,26 @@ class ModelRunner:
             extra=_extra(output),
         )
 
-    def _is_plain(self, batch: Batch) -> bool:
-        """Whether the padded verifier serves a batch. Host state only."""
-        return len(batch.slots) in self.graph_sizes.sizes and not (
-            self.state.has_cutoffs(batch.slots)
-            or any(self.processors.works_for(slot) for slot in batch.slots)
+    def _verify_owned(self, owned: OwnedBatch) -> Verified:
+        """Decide a plain batch whose logits rows are where the padded verifier reads them."""
+        maps = (owned.idx_mapping, owned.cu_num_logits, owned.expanded_idx_mapping)
+        idx_mapping, cu_num_logits, expanded = to_device([m.tolist() for m in maps], self.device)
+        assert self.padded_verifier is not None
+        return self.padded_verifier(
+            owned.draft_tokens, idx_mapping, cu_num_logits, owned.positions, expanded
+        )
+
+    def _is_plain(self, slots: Sequence[int], layout: LogprobsFormat | None) -> bool:
+        """Whether the padded verifier serves these requests. Host state only.
+
+        Ranks that own requests may answer differently: no collective depends on it.
+        """
+        return (
+            layout is None
+            and self.padded_verifier is not None
+            and 0 < len(slots) <= self.padded_verifier.sizes.sizes[-1]
+            and not self.state.has_cutoffs(slots)
+            and not any(self.processors.works_for(slot) for slot in slots)
         )
 
     def _replicated(self, output: Verified) -> GatheredOutputs:

@@ -28,6 +28,7 @@ class RunStats:
         num_kv_blocks: blocks in a rank's KV pool.
         num_steps: steps of the engine.
         num_collectives: collectives of rank 0 by kind; empty on one rank.
+        num_collective_bytes: bytes of their results on rank 0, its own share included.
     """
 
     num_drafts: int = 0
@@ -43,6 +44,7 @@ class RunStats:
     num_kv_blocks: int = 0
     num_steps: int = 0
     num_collectives: dict[str, int] = field(default_factory=dict)
+    num_collective_bytes: dict[str, int] = field(default_factory=dict)
 
     def count(self, plan: StepPlan, output: StepOutput) -> None:
         """Count one step."""

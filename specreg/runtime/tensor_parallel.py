@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -23,17 +24,24 @@ __all__ = ["TensorParallel"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
+# Unless told otherwise torch ends the whole process when a collective of NCCL is aborted.
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
 
 class TensorParallel:
     """`size` ranks, of which this process is `rank`; with one, every collective is the identity.
 
-    A collective whose peer has died raises `RankFailedError`. `counts` holds the number of
-    collectives by kind since it was last cleared; with one rank it stays empty.
+    Over gloo a collective whose peer has died raises `RankFailedError`. NCCL notices nothing and
+    waits on the device for ever; see `abort`.
 
     Args:
         rank, size: this process in its group.
         store: rendezvous of the group; None for a single rank.
         device: where tensors live; CUDA devices use NCCL, all others gloo.
+
+    Attributes:
+        counts: collectives by kind since it was last cleared; with one rank it stays empty.
+        num_bytes: bytes of their results on this rank, likewise.
     """
 
     def __init__(
@@ -48,6 +56,8 @@ class TensorParallel:
         self.size = size
         self.device = device or torch.device("cpu")
         self.counts: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        self._is_aborted = False
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels launch, and NCCL communicates
         if size == 1:
@@ -60,7 +70,7 @@ class TensorParallel:
                 fix="destroy it first, or run one engine with tensor_parallel_size > 1 a process",
             )
         self._is_cuda = self.device.type == "cuda"
-        with self._peers_alive():
+        with self._peers_alive(), _default_in_environment(ERROR_HANDLING, "0"):
             dist.init_process_group(
                 "cuda:nccl,cpu:gloo" if self._is_cuda else "gloo",
                 store=store,
@@ -70,9 +80,39 @@ class TensorParallel:
             )
 
     def close(self) -> None:
-        """Leave the group. Safe to call twice, and after a peer has died."""
+        """Leave the group. Safe to call twice, and after a peer has died.
+
+        CUDA graphs that hold collectives are released before.
+        """
         if self.size > 1 and dist.is_initialized():
+            if self._is_cuda:  # Leaving in order would wait for the peers.
+                self.abort()
             dist.destroy_process_group()
+
+    def abort(self) -> None:
+        """End the collectives that wait on the device for a peer that is gone; from any thread.
+
+        What they leave in their results means nothing, and `raise_if_aborted` says so. Returns when
+        the CUDA graphs that hold collectives are released.
+        """
+        if not self._is_aborted:
+            self._is_aborted = True
+            if dist.group.WORLD is not None:
+                dist.group.WORLD.abort()
+
+    def raise_if_aborted(self) -> None:
+        """To be called where results have reached the host, before anything is built on them.
+
+        Raises:
+            RankFailedError: `abort` was called.
+        """
+        if self._is_aborted:
+            raise self._lost_peer("NCCL was aborted because a rank has ended")
+
+    def clear_counts(self) -> None:
+        """Start counting anew."""
+        self.counts.clear()
+        self.num_bytes.clear()
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's `payload`, which may be empty, on every rank; the others pass None."""
@@ -90,14 +130,16 @@ class TensorParallel:
         return buffer.numpy().tobytes()
 
     def all_gather(self, local: Tensor) -> Tensor:
-        """`[size, *local.shape]`, rank by rank; `local` has the same shape on every rank."""
+        """`[size, *local.shape]`, rank by rank; `local` has one shape on every rank, not `[]`."""
         if self.size == 1:
             return local.unsqueeze(0)
-        gathered = local.new_empty((self.size, *local.shape))
-        self.counts["all_gather"] += 1
+        shape = (self.size * local.shape[0], *local.shape[1:])
+        # Integers become indices: what an aborted collective leaves must still be one.
+        gathered = local.new_empty(shape) if local.is_floating_point() else local.new_zeros(shape)
+        self._count("all_gather", gathered)
         with self._peers_alive():
-            dist.all_gather(list(_wire(gathered).unbind(0)), _wire(local.contiguous()))
-        return gathered
+            _all_gather_single(_wire(gathered), _wire(local.contiguous()))
+        return gathered.view(self.size, *local.shape)
 
     def all_gather_columns(self, local: Tensor) -> Tensor:
         """`[n, size * width]` from every rank's `[n, width]` columns."""
@@ -115,7 +157,7 @@ class TensorParallel:
         if self.size == 1:
             return rows
         received = rows.new_empty((sum(receive), rows.shape[1]))
-        self.counts["all_to_all"] += 1
+        self._count("all_to_all", received)
         with self._peers_alive():
             dist.all_to_all_single(
                 _wire(received), _wire(rows.contiguous()), list(receive), list(send)
@@ -131,27 +173,53 @@ class TensorParallel:
         if self.size == 1:
             return value
         tensor = torch.tensor([value])
-        self.counts["all_reduce"] += 1
+        self._count("all_reduce", tensor)
         with self._peers_alive():
             dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
         return int(tensor)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        self.counts["broadcast"] += 1
+        self._count("broadcast", tensor)
         with self._peers_alive():
             dist.broadcast(tensor, src=0)
+
+    def _count(self, kind: str, result: Tensor) -> None:
+        self.counts[kind] += 1
+        self.num_bytes[kind] += result.nbytes
 
     @contextmanager
     def _peers_alive(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise RankFailedError(
-                "a collective lost its peer",
-                where=f"rank {self.rank} of {self.size}",
-                got=str(error).strip().splitlines()[0],
-                fix="look for the error of the rank that ended first",
-            ) from error
+            raise self._lost_peer(str(error).strip().splitlines()[0]) from error
+
+    def _lost_peer(self, got: str) -> RankFailedError:
+        return RankFailedError(
+            "a collective lost its peer",
+            where=f"rank {self.rank} of {self.size}",
+            got=got,
+            fix="look for the error of the rank that ended first",
+        )
+
+
+@contextmanager
+def _default_in_environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment meanwhile, unless it is set."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _all_gather_single(gathered: Tensor, local: Tensor) -> None:
+    """`gathered` gets every rank's `local`, one behind the other along the first dimension."""
+    newer = getattr(dist, "all_gather_single", None)  # torch 2.13 deprecates the older name
+    (newer or dist.all_gather_into_tensor)(gathered, local)
 
 
 def _wire(tensor: Tensor) -> Tensor:

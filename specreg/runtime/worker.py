@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import os
+import select
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import IO, Any
 
 import torch
@@ -18,6 +20,7 @@ from specreg.config import EngineConfig
 from specreg.errors import RankFailedError
 from specreg.runtime.loading import load_models
 from specreg.runtime.model_runner import ModelRunner
+from specreg.runtime.peer_watch import PeerWatch
 from specreg.runtime.step import StepPlan
 from specreg.runtime.tensor_parallel import TensorParallel
 from specreg.runtime.workers import (
@@ -72,10 +75,29 @@ def _serve(start: dict[str, Any]) -> None:
     )
     store.set(joined_key(rank), "")
     tp = TensorParallel(rank, size, store=store, device=rank_device(config, rank))
-    with contextlib.closing(tp):
-        runner = ModelRunner(load_models(config, tp))
+    with (
+        contextlib.closing(tp),
+        _watching_rank_0(tp),
+        contextlib.closing(ModelRunner(load_models(config, tp))) as runner,
+    ):
         while sys.stdin.readline():
             _run(runner, tp)
+
+
+@contextlib.contextmanager
+def _watching_rank_0(tp: TensorParallel) -> Iterator[None]:
+    """Abort what waits on a GPU once nobody holds the other end of standard input."""
+    if tp.device.type != "cuda":
+        yield
+        return
+    hang_up = select.poll()
+    hang_up.register(sys.stdin.fileno(), select.POLLHUP)
+
+    def is_lost() -> bool:
+        return any(events & select.POLLHUP for _, events in hang_up.poll(0))
+
+    with contextlib.closing(PeerWatch(is_lost, tp.abort)):
+        yield
 
 
 def _run(runner: ModelRunner, tp: TensorParallel) -> None:

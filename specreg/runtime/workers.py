@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from specreg.config import EngineConfig
 from specreg.errors import ConfigError, RankFailedError
+from specreg.runtime.peer_watch import PeerWatch
 from specreg.runtime.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class RankGroup:
     def __init__(self, config: EngineConfig) -> None:
         self.size = config.tensor_parallel_size
         self._processes: list[subprocess.Popen[str]] = []
+        self._watch: PeerWatch | None = None
         self._num_threads_before = torch.get_num_threads()
         if self.size == 1:
             self.tp = TensorParallel(device=rank_device(config, 0))
@@ -80,6 +82,8 @@ class RankGroup:
             self._processes = [self._spawn({**start, "rank": r}) for r in range(1, self.size)]
             self._await_joining(store)
             self.tp = TensorParallel(0, self.size, store=store, device=rank_device(config, 0))
+            if self.tp.device.type == "cuda":
+                self._watch = PeerWatch(self._has_lost_worker, self.tp.abort)
         except BaseException:
             self.close()
             raise
@@ -106,7 +110,12 @@ class RankGroup:
             raise cause from error
 
     def close(self) -> None:
-        """Leave the group and end every worker, by force after a grace period."""
+        """Leave the group and end every worker, by force after a grace period.
+
+        CUDA graphs that hold collectives are released before.
+        """
+        if self._watch is not None:
+            self._watch.close()
         for process in self._processes:
             _close_quietly(process.stdin)
         if hasattr(self, "tp"):
@@ -169,6 +178,9 @@ class RankGroup:
             got=_last_words(process),
             fix="mend what its error names, then start the engine again",
         )
+
+    def _has_lost_worker(self) -> bool:
+        return any(process.poll() is not None for process in self._processes)
 
     def _has_cause(self) -> bool:
         return any(p.poll() not in (None, 0, EXIT_LOST_PEER) for p in self._processes)

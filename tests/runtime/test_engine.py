@@ -139,6 +139,8 @@ def test_sharding_the_cache_changes_no_sampled_token_and_keeps_a_share_of_its_by
     assert auto.draft_logits_bytes_per_rank * 2 == off.draft_logits_bytes_per_rank
     assert off.acceptance_length > 1.2
     assert auto.num_collectives == off.num_collectives
+    assert auto.num_collective_bytes == off.num_collective_bytes
+    assert off.num_collective_bytes.keys() == off.num_collectives.keys()
     assert auto.num_steps == off.num_steps
 
 
@@ -319,14 +321,14 @@ def test_padded_batches_emit_what_unpadded_ones_do(
 def test_padded_batches_on_several_ranks_emit_what_unpadded_ones_do(
     run: Run, baseline: list[list[int]]
 ) -> None:
-    outputs = run(
-        drafts="probabilistic",
-        cuda_graph_sizes=[4],
-        tensor_parallel_size=2,
-        enable_batch_sharded_sampling=True,
-        max_num_seqs=4,
-    )
-    assert tokens(outputs) == baseline
+    ranks = {"tensor_parallel_size": 2, "enable_batch_sharded_sampling": True, "max_num_seqs": 4}
+    padded = {**ranks, "drafts": "probabilistic", "cuda_graph_sizes": [4]}
+    assert tokens(run(**padded)) == baseline
+    params = [sampled(seed, temperature) for seed, temperature in enumerate([0.8, 1, 0, 0.5, 1.3])]
+    arms = [run(params, **padded, draft_logits_sharding=s) for s in ("off", "auto")]
+    assert tokens(arms[0]) == tokens(arms[1])
+    assert arms[0].stats.num_collective_bytes == arms[1].stats.num_collective_bytes
+    assert tokens(arms[0]) == tokens(run(params, **ranks, drafts="probabilistic"))
 
 
 @pytest.mark.parametrize(
