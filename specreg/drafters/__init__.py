@@ -1,0 +1,1 @@
+"""What drafters share that read the target's hidden states: rows, and the loop over them."""
