@@ -105,8 +105,10 @@ def _scaled(
     names = ("hidden_size", "num_attention_heads", "max_position_embeddings")
     known = {name: config[name] for name in names if name in config}
     make: Any = PretrainedConfig
-    described = make(**known, head_dim=head_dim, rope_parameters=dict(config["rope_parameters"]))
     try:
+        described = make(
+            **known, head_dim=head_dim, rope_parameters=dict(config["rope_parameters"])
+        )
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](described, torch.device(device))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
