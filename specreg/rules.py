@@ -77,7 +77,9 @@ def _speculator_opts_in(inputs: PolicyInputs) -> Answer:
             fix="return a bool",
         )
     if not answer:
-        return False, f"supports_batch_sharded_draft_logits() of speculator {name} is False"
+        cause = getattr(inputs.loaded.speculator, "opt_out_reason", "")
+        reason = f"supports_batch_sharded_draft_logits() of speculator {name} is False"
+        return False, f"{reason}: {cause}" if cause else reason
     return True, f"speculator {name} writes through the owner mask"
 
 

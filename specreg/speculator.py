@@ -286,7 +286,11 @@ class SpeculatorBase:
         target_ids: integers `[draft_vocab_size]`, the target id of each column of a reduced draft
             head, which `load_model` reads from the checkpoint; None where column and id are the
             same. The host hands it to the `DraftSampler`, and so draft ids never leave the core.
+        opt_out_reason: why `supports_batch_sharded_draft_logits` answers False, where loading has
+            told; the plan's verdict repeats it.
     """
+
+    opt_out_reason: str = ""
 
     def __init__(self, context: SpeculatorContext) -> None:
         speculative = context.config.speculative

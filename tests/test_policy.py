@@ -475,3 +475,14 @@ def test_a_plan_as_json_holds_plain_values():
     assert told["verdicts"][1]["passed"] is None
     assert told["freed_bytes_per_rank"] == plan.freed_bytes_per_rank == 192 * 7 * 1000 * 2
     assert json.loads(json.dumps(plan_of(greedy=True).to_dict()))["layout"] is None
+
+
+def test_a_speculator_that_opts_out_when_loaded_says_why():
+    sampler = SimpleNamespace(accepts_sharded_draft_logits=True, reads_layouts=ALL_LAYOUTS)
+    withdrawn = SimpleNamespace(
+        supports_batch_sharded_draft_logits=lambda: False, opt_out_reason="sampler odd lies"
+    )
+    target = Target(vocab_size=1000, dtype="torch.bfloat16")
+    plan = finalize(plan_of(), target, withdrawn, sampler)
+    (verdict,) = (v for v in plan.verdicts if v.rule == "speculator-opts-in")
+    assert verdict.reason.endswith("of speculator toy is False: sampler odd lies")

@@ -13,7 +13,7 @@ from specreg.capabilities import FusedSampling, TargetNeeds
 from specreg.config import EngineConfig, SpeculativeConfig
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
-from specreg.errors import ConfigError, PluginError, PolicyError
+from specreg.errors import ConfigError, PluginError, PolicyError, SpecregError
 from specreg.memory import GIB
 from specreg.ownership import Shard
 from specreg.policy import (
@@ -262,8 +262,7 @@ def _load_drafting(
         device=target.device,
         dtype=target.dtype,
     )
-    speculator: Speculator = inputs.spec.load_factory()(context)
-    speculator.load_model(target)
+    speculator = _loaded_speculator(inputs, context, target)
     plan = finalize(
         provisional,
         target,
@@ -298,6 +297,27 @@ def _load_drafting(
             fix="raise max_num_batched_tokens",
         )
     return Drafting(speculator, needs, plan, cache, sampler)
+
+
+def _loaded_speculator(
+    inputs: PolicyInputs, context: SpeculatorContext, target: Target
+) -> Speculator:
+    """Made and loaded; what its code raises by mistake is told with the plugin's name."""
+    factory = inputs.spec.load_factory()
+    try:
+        speculator: Speculator = factory(context)
+        speculator.load_model(target)
+    except (SpecregError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"speculator {inputs.spec.name!r} could not be loaded",
+            where=f"{inputs.spec.factory} of {inputs.distribution}, called with a context, or its "
+            "load_model",
+            got=f"{type(error).__name__}: {error}",
+            fix="report it to the plugin's authors; the traceback above this error has the line",
+        ) from error
+    return speculator
 
 
 def _draft_path(config: EngineConfig, inputs: PolicyInputs) -> str | None:

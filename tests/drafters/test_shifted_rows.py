@@ -19,7 +19,7 @@ def rows(shifted: ShiftedRows) -> list[tuple[int, int, int]]:
 
 
 def test_each_row_holds_the_token_that_followed_it():
-    batch = prompt_batch([[10, 11, 12]], [2], [13], **COMMON)
+    batch = prompt_batch([[10, 11, 12]], [2], [13], lookahead=[[-1]], **COMMON)
     shifted = shift_rows(batch, 16)
     assert rows(shifted) == [(2, 0, 11), (2, 1, 12), (2, 2, 13)]
     assert shifted.last_rows.tolist() == [2]
