@@ -9,13 +9,11 @@ copy; what it shows is that the op is bound by its launch.
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from drafts import HEADER, Case, cache_for, inputs
-from timing import HEADER as TIMES
-from timing import copy_bytes_per_us, measure, print_row, report
+from drafts import FP32, HEADER, SIZES, Case, cache_for, inputs
+from timing import measure, run_script
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels import cache_candidates
@@ -23,17 +21,37 @@ from specreg.kernels.cache_candidates import kernel
 from specreg.kernels.cache_candidates.reference import cache_candidates_reference
 
 DENSE, TOP_K = DraftLogitsLayout.DENSE, DraftLogitsLayout.TOP_K
+
+
+class Candidates(NamedTuple):
+    """A proposal, and how its k candidates are kept."""
+
+    case: Case
+    layout: DraftLogitsLayout
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.case} {self.layout.value:6s} {self.k:2d}"
+
+
 CASES = [
-    (Case(num_reqs, 7, 248_320, torch.float32, num_shards), layout, k)
-    for num_reqs in (64, 1)
-    for num_shards in (1, 4)
-    for layout in (DENSE, TOP_K)
-    for k in (4, 16, 64)
+    *(
+        Candidates(Case(num_reqs, num_steps, vocab_size, FP32, num_shards), TOP_K, 16)
+        for num_reqs in (256, 64, 8, 1)
+        for num_steps, vocab_size in SIZES
+        for num_shards in (1, 4)
+    ),
+    *(
+        Candidates(Case(256, 7, 248_320, FP32, num_shards), layout, k)
+        for layout, k in ((TOP_K, 4), (TOP_K, 64), (DENSE, 4), (DENSE, 16), (DENSE, 64))
+        for num_shards in (1, 4)
+    ),
 ]
 
 
-def time_case(case: Case, layout: DraftLogitsLayout, k: int, bytes_per_us: float) -> dict[str, Any]:
+def time_case(given: Candidates, bytes_per_us: float) -> dict[str, Any]:
     """One row of the table."""
+    case, layout, k = given
     scores, *maps = inputs(case, k)
     order = torch.rand(len(scores), 4096, device="cuda").argsort(1)[:, :k]
     ids = (order * 60).contiguous()
@@ -53,22 +71,5 @@ def time_case(case: Case, layout: DraftLogitsLayout, k: int, bytes_per_us: float
     return case.shape | columns | timing.row(moved, bytes_per_us)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA or ROCm device")
-    bytes_per_us = copy_bytes_per_us()
-    print(f"{torch.cuda.get_device_name()}, copy {bytes_per_us / 1e6:.2f} TB/s")
-    print(f"{HEADER} layout  k {TIMES}")
-    rows = []
-    for case, layout, k in CASES:
-        rows.append(time_case(case, layout, k, bytes_per_us))
-        print_row(rows[-1], f"{case} {layout.value:6s} {k:2d}")
-        torch.cuda.empty_cache()
-    report(rows, options.json, bytes_per_us)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, f"{HEADER} layout  k ", CASES, time_case)

@@ -41,16 +41,12 @@ class Case(NamedTuple):
 
 
 HEADER = "requests  K  vocabulary  dtype    shards"
-SIZES = [(7, 248_320), (3, 248_320), (5, 129_280), (3, 49_152)]
+SIZES = [(k, vocab_size) for k in (7, 5, 3) for vocab_size in (248_320, 129_280, 49_152)]
 CASES = [
-    *(
-        Case(num_reqs, k, vocab_size, BF16, num_shards)
-        for num_reqs in (256, 64, 8, 1)
-        for k, vocab_size in SIZES
-        for num_shards in (1, 4)
-    ),
-    Case(64, 7, 248_320, FP32, 1),
-    Case(64, 7, 248_320, FP32, 4),
+    Case(num_reqs, k, vocab_size, BF16, num_shards)
+    for num_reqs in (256, 64, 8, 1)
+    for k, vocab_size in SIZES
+    for num_shards in (1, 4)
 ]
 
 
@@ -63,6 +59,16 @@ def inputs(case: Case, width: int | None = None) -> tuple[Any, ...]:
     logits = torch.empty(num_reqs * num_steps, width, dtype=case.dtype, device="cuda").normal_(0, 3)
     temperature = torch.full((num_reqs,), 0.8, device="cuda")
     return logits, slots, steps, steps + 100, temperature, torch.arange(num_reqs, device="cuda")
+
+
+def first_requests(
+    arguments: tuple[Any, ...], case: Case, most: int
+) -> tuple[tuple[Any, ...], slice]:
+    """`inputs` of the first requests alone, and their rows in `cache_for`."""
+    num_reqs = min(case.num_reqs, most)
+    num_tokens = num_reqs * case.num_speculative_tokens
+    few = (*(argument[:num_tokens] for argument in arguments[:4]), *arguments[4:])
+    return few, slice(0, rows_per_rank(num_reqs, case.num_shards))
 
 
 def cache_for(

@@ -1,7 +1,7 @@
 """What does attention over paged keys and values cost, against the bytes that must move?
 
-Checks each case against the torch twin in double precision, then times it with CUDA events: medians
-over repeated runs, launched one by one and replayed from a CUDA graph. The limit is each live key
+Checks each case against the torch twin in double precision, then times it: replayed from a CUDA
+graph, launched one by one, and each launch alone. The limit is each live key
 and value once over the bandwidth of a device-to-device copy measured in the same run (bytes read
 and written). Block tables are as wide as `MAX_MODEL_LEN` asks in every case, so the column of
 microseconds shows that time follows the context.
@@ -11,17 +11,15 @@ microseconds shows that time follows the context.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from timing import copy_bytes_per_us, graph_of, median_us
+from timing import graph_of, measure, median_us, run_script
 from torch import Tensor
 
+from specreg.kernels.paged_attention import arguments as arguments_module
 from specreg.kernels.paged_attention import paged_attention
 from specreg.kernels.paged_attention.reference import paged_attention_reference
 
@@ -44,6 +42,19 @@ class Case(NamedTuple):
     num_kv_heads: int = 8
     head_dim: int = 128
     sliding_window: int | None = None
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The case as columns of a table."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return self._asdict() | {"dtype": dtype, "sliding_window": self.sliding_window or "-"}
+
+    def __str__(self) -> str:
+        window, dtype = self.shape["sliding_window"], self.shape["dtype"]
+        return (
+            f"{self.num_reqs:4d} {self.num_queries:7d} {self.context:7d} {window:>6} "
+            f"{self.num_heads:3d}/{self.num_kv_heads:<2d} {self.head_dim:5d} {dtype:8s}"
+        )
 
 
 CASES = [
@@ -105,29 +116,14 @@ def check(case: Case, arguments: tuple[Tensor, ...], options: dict[str, Any]) ->
         assert float(error) < (6e-3 if case.dtype is BF16 else 3e-6), f"{case}: {float(error)}"
 
 
-def measure(case: Case, bandwidth: float) -> dict[str, Any]:
+def time_case(case: Case, bytes_per_us: float) -> dict[str, Any]:
     """One row of the table."""
     arguments, options = make(case)
     check(case, arguments, options)
     keys = min(case.context, (case.sliding_window or case.context) + case.num_queries - 1)
     cell_bytes = 2 * case.num_kv_heads * case.head_dim * case.dtype.itemsize
-    live_bytes = case.num_reqs * keys * cell_bytes
-
-    def run() -> None:
-        paged_attention(*arguments, **options)
-
-    launched = median_us(run)
-    replayed = median_us(graph_of(run).replay)
-    limit = live_bytes / bandwidth
-    return {
-        **{key: value for key, value in case._asdict().items() if key != "dtype"},
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "us": round(replayed, 1),
-        "eager_us": round(launched, 1),
-        "live_kv_mb": round(live_bytes / 1e6, 1),
-        "limit_us": round(limit, 1),
-        "ratio": round(replayed / limit, 2),
-    }
+    timing = measure(lambda: paged_attention(*arguments, **options), arguments_module)
+    return case.shape | timing.row(case.num_reqs * keys * cell_bytes, bytes_per_us)
 
 
 def replay_us(given: tuple[tuple[Tensor, ...], dict[str, Any]]) -> str:
@@ -141,58 +137,56 @@ def replay_us(given: tuple[tuple[Tensor, ...], dict[str, Any]]) -> str:
         return f"{type(error).__name__[:12]:>12s}"
 
 
-def sweep() -> None:
+# Rows, keys, warps and stages of a program, to be tried on a case.
+SWEEPS = [
+    (Case(64, 1, 4096), itertools.product((16,), (32, 64, 128), (4, 8), (2, 3, 4))),
+    (Case(64, 8, 4096), itertools.product((32, 64), (64, 128), (4, 8), (2, 3))),
+    (
+        Case(64, 4, 4096, num_heads=16, num_kv_heads=1, head_dim=512),
+        [
+            (16, 16, 8, 3),
+            (16, 32, 8, 2),
+            (32, 32, 8, 2),
+            (32, 32, 8, 3),
+            (64, 16, 8, 3),
+            (64, 32, 8, 2),
+            (64, 32, 16, 2),
+            (64, 64, 8, 1),
+        ],
+    ),
+    (
+        Case(64, 4, 1024, dtype=FP32),
+        itertools.product((16,), (16, 32, 64), (4, 8), (1, 2, 3)),
+    ),
+]
+
+
+def sweep_cases() -> None:
     """Microseconds for other sizes of a program than `program_shape` gives, and other splits."""
     from specreg.kernels.paged_attention import kernel, sizes
 
-    cases = [Case(64, 1, 4096), Case(64, 8, 4096), Case(1, 8, 16_384)]
-    given = [make(case) for case in cases]
-    print("requests, queries, context:", *(tuple(case[:3]) for case in cases))
     chosen = kernel.program_shape
+    for case, shapes in SWEEPS:
+        given = make(case)
+        print(f"{case}: rows keys warps stages")
+        for rows, *others in shapes:
 
-    def resized(*lanes: int) -> sizes.ProgramShape:
-        return sizes.ProgramShape(*chosen(*lanes)[:2], *size)
+            def resized(group: int, *_: int) -> sizes.ProgramShape:
+                return sizes.ProgramShape(rows, min(group, rows), *others)  # noqa: B023
 
-    kernel.program_shape = resized
-    print("keys warps stages")
-    for size in itertools.product((32, 64, 128), (4, 8), (2, 3, 4)):
-        print("{:4d} {:5d} {:6d}".format(*size), *map(replay_us, given))
-    kernel.program_shape = chosen
-    print("programs a processor")
-    for sizes.PROGRAMS_PER_PROCESSOR in (1, 2, 4, 8):
-        print(f"{sizes.PROGRAMS_PER_PROCESSOR:17d}", *map(replay_us, given))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
-    parser.add_argument("--sweep", action="store_true", help="time program sizes instead")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA or ROCm device")
-    if options.sweep:
-        return sweep()
-    bandwidth = copy_bytes_per_us()
-    device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")
-    print(
-        "reqs queries context window  heads   dim dtype         us    graph  KV MB    limit ratio"
-    )
-    rows = []
-    for case in CASES:
-        row = measure(case, bandwidth)
-        rows.append(row)
-        window = row["sliding_window"] or "-"
-        print(
-            f"{row['num_reqs']:4d} {row['num_queries']:7d} {row['context']:7d} {window:>6} "
-            f"{row['num_heads']:3d}/{row['num_kv_heads']:<2d} {row['head_dim']:5d} "
-            f"{row['dtype']:8s} {row['eager_us']:7.1f} {row['us']:8.1f} {row['live_kv_mb']:6.0f} "
-            f"{row['limit_us']:8.1f} {row['ratio']:5.2f}"
-        )
-    if options.json:
-        result = {"device": device, "copy_tb_per_s": bandwidth / 1e6, "rows": rows}
-        Path(options.json).write_text(json.dumps(result, indent=1))
+            kernel.program_shape = resized
+            print(f"  {rows:3d} {others[0]:4d} {others[1]:2d} {others[2]:2d}", replay_us(given))
+        kernel.program_shape = chosen
+        if case.dtype is FP32:
+            for sizes.PRECISION in ("ieee", "tf32x3"):
+                print(f"  {sizes.PRECISION}", replay_us(given))
+        print(f"{case}: programs a processor")
+        for sizes.PROGRAMS_PER_PROCESSOR in (2, 4, 8):
+            print(f"  {sizes.PROGRAMS_PER_PROCESSOR:3d}", replay_us(given), flush=True)
+        sizes.PROGRAMS_PER_PROCESSOR = 4
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main()
+    header = "reqs queries context window  heads   dim dtype   "
+    run_script(__doc__, header, CASES, time_case, sweep_cases)

@@ -1,75 +1,85 @@
 """What does verifying drafts cost, against the bytes that must move?
 
-Checks each case against the torch twin, then times it with CUDA events: medians over repeated runs,
-launched one by one and replayed from a CUDA graph. The data of cases of 8 and 1 requests and of the
-smallest vocabulary fits into the L2; the others are far larger. The limit is each target logit once
-and what the method reads beside it, over the bandwidth of a device-to-device copy measured in the
-same run (bytes read and written): a target row and a draft row a rejection, in method `block` of
-every draft, and draft rows only where cells hold more than candidates.
+Checks each case against the torch twin, then times it: replayed from a CUDA graph, launched one by
+one, and each launch alone. A rank verifies the requests that it owns: all of them with one shard,
+every fourth with four. The data of 8 requests and fewer fits into the L2. The limit is each target
+logit once and what the method reads beside it, over the bandwidth of a device-to-device copy
+measured in the same run (bytes read and written): a target row and a draft row a rejection, in
+method `block` of every draft, and draft rows only where cells hold more than candidates.
 
-    python benchmarks/rejection_sample.py [--json FILE]
-
-`benchmarks/rejection_sample_parts.py` says where the time goes.
+    python benchmarks/rejection_sample.py [--json FILE] [--sweep]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from timing import copy_bytes_per_us, graph_of, host_us, median_us
+from drafts import HEADER, SIZES
+from timing import measure, run_script, sweep
 
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
 from specreg.draft_vocab import target_to_draft_table
 from specreg.kernels import rejection_sample
 from specreg.kernels.draft_sample.op import draft_sample
+from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
 from specreg.kernels.rejection_sample.block.reference import block_sample_reference
 from specreg.kernels.rejection_sample.reference import rejection_sample_reference
 from specreg.kernels.rejection_sample.rows import reference as rows_reference
 from specreg.kernels.rejection_sample.synthetic.reference import synthetic_sample_reference
-from specreg.ownership import Shard
+from specreg.ownership import Shard, rows_per_rank
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DENSE, DRAFT_VOCAB, TOP_K = DraftLogitsLayout
 
 
-@dataclass(frozen=True)
-class Case:
-    """Requests that a rank owns, their round, and how they are verified."""
+class Case(NamedTuple):
+    """Requests of all ranks, their round, and how they are verified."""
 
     num_reqs: int
-    num_drafts: int
+    num_speculative_tokens: int
     vocab_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype = BF16
+    num_shards: int = 1
     method: str = "standard"
     layout: DraftLogitsLayout = DENSE
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The case as columns of a table."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return self._asdict() | {"dtype": dtype, "layout": self.layout.value}
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_reqs:8d} {self.num_speculative_tokens:2d} {self.vocab_size:11d}  "
+            f"{self.shape['dtype']:8s} {self.num_shards:6d} {self.method:9s} "
+            f"{self.layout.value:11s}"
+        )
+
+
+LARGE = 248_320
 CASES = [
-    Case(64, 7, 248_320, FP32),
-    Case(64, 7, 248_320, BF16),
-    Case(64, 5, 129_280, FP32),
-    Case(64, 5, 129_280, BF16),
-    Case(16, 7, 248_320, FP32),
-    Case(16, 7, 248_320, BF16),
-    Case(8, 7, 248_320, BF16),
-    Case(1, 7, 151_936, BF16),
-    Case(64, 3, 49_152, BF16),
-    Case(64, 7, 248_320, BF16, "standard", DRAFT_VOCAB),
-    Case(64, 7, 248_320, BF16, "standard", TOP_K),
-    Case(64, 7, 248_320, FP32, "block"),
-    Case(64, 7, 248_320, BF16, "block"),
-    Case(64, 7, 248_320, BF16, "block", DRAFT_VOCAB),
-    Case(64, 7, 248_320, BF16, "block", TOP_K),
-    Case(1, 7, 151_936, BF16, "block"),
-    Case(64, 7, 248_320, BF16, "synthetic"),
+    *(
+        Case(num_reqs, k, vocab_size, BF16, num_shards)
+        for num_reqs in (256, 64, 8, 1)
+        for k, vocab_size in SIZES
+        for num_shards in (1, 4)
+    ),
+    *(
+        Case(256, k, vocab_size, FP32, num_shards)
+        for k, vocab_size in ((7, LARGE), (5, 129_280), (3, LARGE))
+        for num_shards in (1, 4)
+    ),
+    *(Case(256, 7, LARGE, BF16, 4, "standard", layout) for layout in (DRAFT_VOCAB, TOP_K)),
+    *(Case(256, 7, LARGE, BF16, 4, "block", layout) for layout in (DENSE, DRAFT_VOCAB, TOP_K)),
+    Case(256, 7, LARGE, FP32, 4, "block"),
+    Case(1, 7, LARGE, BF16, 1, "block"),
+    Case(256, 7, LARGE, BF16, 4, "synthetic"),
 ]
-SHARD = Shard(4, 1)
 DRAFT_DTYPE = BF16
 DRAFT_VOCAB_SIZE = 32_000
 NUM_CANDIDATES = 16
@@ -81,13 +91,16 @@ TWINS = {
 
 
 def make_batch(case: Case) -> RejectionBatch:
-    """Requests of one rank of four, with drafts of which about two are accepted."""
+    """Requests of the first rank, with drafts of which about two are accepted."""
     torch.manual_seed(0)
-    num_reqs, num_drafts, vocab_size = case.num_reqs, case.num_drafts, case.vocab_size
-    slots = torch.arange(num_reqs, device="cuda") * SHARD.num_shards + SHARD.shard_idx
-    max_num_seqs = num_reqs * SHARD.num_shards
-    temperature = torch.full((max_num_seqs,), 0.8, device="cuda")
-    seeds = torch.arange(max_num_seqs, device="cuda")
+    shard, vocab_size = Shard(case.num_shards, 0), case.vocab_size
+    num_reqs, num_drafts = (
+        rows_per_rank(case.num_reqs, case.num_shards),
+        case.num_speculative_tokens,
+    )
+    slots = torch.arange(num_reqs, device="cuda") * shard.num_shards
+    temperature = torch.full((case.num_reqs,), 0.8, device="cuda")
+    seeds = torch.arange(case.num_reqs, device="cuda")
     positions = torch.arange(num_reqs, device="cuda") + 100
     target = torch.empty(num_reqs, num_drafts + 1, vocab_size, dtype=case.dtype, device="cuda")
     target.normal_(0, 3)
@@ -95,7 +108,7 @@ def make_batch(case: Case) -> RejectionBatch:
     if case.layout is DRAFT_VOCAB:
         target[..., columns] += 4
     stored = torch.empty(num_reqs, num_drafts, vocab_size, dtype=DRAFT_DTYPE, device="cuda")
-    view = DraftLogitsCache(stored, SHARD, DENSE, vocab_size).view()
+    view = DraftLogitsCache(stored, shard, DENSE, vocab_size).view()
     ids = torch.empty(num_reqs, num_drafts, NUM_CANDIDATES, dtype=torch.int64, device="cuda")
     drafts = []
     for step in range(num_drafts):
@@ -159,13 +172,15 @@ def verify(batch: RejectionBatch, method: str) -> RejectionOutput:
 
 
 def check(batch: RejectionBatch, method: str) -> RejectionOutput:
-    """Refuse to time a kernel that disagrees with its twin in more than draws at an edge."""
-    output, twin = verify(batch, method), TWINS[method](batch)
-    assert torch.equal(output.num_sampled, twin.num_sampled), (
+    """Refuse to time a kernel that disagrees with its twin, on the first 16 requests, in more than
+    draws at an edge."""
+    output, few = verify(batch, method), min(batch.num_reqs, 16)
+    twin = TWINS[method](batch.requests(0, few))
+    assert torch.equal(output.num_sampled[:few], twin.num_sampled), (
         "accepted drafts differ from the twin's"
     )
-    num_differing = int((output.sampled != twin.sampled).sum())
-    assert num_differing <= max(1, 0.03 * batch.num_reqs), "tokens differ from the twin's"
+    num_differing = int((output.sampled[:few] != twin.sampled).sum())
+    assert num_differing <= max(1, 0.03 * few), "tokens differ from the twin's"
     return output
 
 
@@ -183,62 +198,36 @@ def bytes_moved(case: Case, batch: RejectionBatch, output: RejectionOutput) -> i
     return batch.target_logits.nbytes + num_rows * (target_row + draft_row)
 
 
-def measure(case: Case, bandwidth: float) -> dict[str, Any]:
+def time_case(case: Case, bytes_per_us: float) -> dict[str, Any]:
     """One row of the table."""
     batch = make_batch(case)
     output = check(batch, case.method)
-    moved = bytes_moved(case, batch, output)
-    eager = median_us(lambda: verify(batch, case.method))
-    host = host_us(lambda: verify(batch, case.method))
-    us = median_us(graph_of(lambda: verify(batch, case.method)).replay)
-    limit = moved / bandwidth
-    return {
-        "method": case.method,
-        "layout": case.layout.value,
-        "num_reqs": case.num_reqs,
-        "num_speculative_tokens": case.num_drafts,
-        "vocab_size": case.vocab_size,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "acceptance_length": round(float(output.num_sampled.float().mean()), 2),
-        "host_us": round(host, 1),
-        "eager_us": round(eager, 1),
-        "us": round(us, 1),
-        "moved_mb": round(moved / 1e6, 1),
-        "limit_us": round(limit, 1),
-        "ratio": round(us / limit, 2),
-    }
+    timing = measure(lambda: verify(batch, case.method), prepare)
+    length = {"acceptance_length": round(float(output.num_sampled.float().mean()), 2)}
+    return case.shape | length | timing.row(bytes_moved(case, batch, output), bytes_per_us)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
-    options = parser.parse_args()
-    rows_reference.CHUNK_ELEMENTS = 2**26
-    bandwidth = copy_bytes_per_us()
-    device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")
-    print(
-        "method    layout      requests  K  vocabulary  target    length     host    eager    graph"
-        "       MB    limit  ratio"
-    )
-    rows = []
-    for case in CASES:
-        row = measure(case, bandwidth)
-        rows.append(row)
-        print(
-            f"{row['method']:9s} {row['layout']:11s} {row['num_reqs']:8d} "
-            f"{row['num_speculative_tokens']:2d} {row['vocab_size']:11d}  {row['dtype']:8s} "
-            f"{row['acceptance_length']:7.2f} {row['host_us']:8.1f} {row['eager_us']:8.1f} "
-            f"{row['us']:8.1f} {row['moved_mb']:8.1f} {row['limit_us']:8.1f} {row['ratio']:6.2f}",
-            flush=True,
-        )
+def sweep_cases() -> None:
+    """Microseconds of each launch for every size of its programs."""
+    target = {"BLOCKS_PER_PROGRAM": (4, 8, 16), "NUM_WARPS": (1, 2, 4)}
+    residual = {"RESIDUAL_BLOCKS_PER_PROGRAM": (2, 4, 8), "RESIDUAL_NUM_WARPS": (2, 4)}
+    for case, launches in (
+        (Case(256, 7, LARGE, BF16, 4), (target, {"JUDGE_NUM_WARPS": (1, 2, 4, 8)}, residual)),
+        (Case(256, 7, LARGE, BF16, 4), (None, None, None, {"DRAW_NUM_WARPS": (1, 2, 4, 8)})),
+        (Case(256, 7, LARGE, FP32, 4), (target, None, residual)),
+        (Case(256, 7, LARGE, BF16, 4, layout=DRAFT_VOCAB), (None, None, residual)),
+        (Case(256, 7, LARGE, BF16, 4, "block"), (None, None, residual)),
+        (Case(1, 7, LARGE), (target, {"JUDGE_NUM_WARPS": (1, 2, 4, 8)}, residual)),
+    ):
+        batch = make_batch(case)
+        print(case)
+        for index, sizes in enumerate(launches):
+            if sizes is not None:
+                sweep(lambda: verify(batch, case.method), prepare, index, prepare, sizes)  # noqa: B023
         torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {"device": device, "copy_tb_per_s": bandwidth / 1e6, "rows": rows}, file, indent=1
-            )
 
 
 if __name__ == "__main__":
-    main()
+    rows_reference.CHUNK_ELEMENTS = 2**26
+    header = f"{HEADER} method    layout     "
+    run_script(__doc__, header, CASES, time_case, sweep_cases)

@@ -33,18 +33,11 @@ BENCHMARKS = (
     "rejection_sample",
     "paged_attention",
 )
-# Columns that every benchmark has; whatever else a row holds is its shape.
-MEASURED = {
-    "us": "us",
-    "spread_us": "spread",
-    "eager_us": "eager",
-    "host_us": "host",
-    "moved_mb": "MB",
-    "limit_us": "limit",
-    "ratio": "ratio",
-    "num_launches": "launches",
-}
-DETAIL = ("launches",)
+# Columns that every benchmark has: name in a row, head of a table. Whatever else a row holds is its
+# shape. The table shows the first ones for each number of shards, the others once.
+SHARDED = {"us": "us", "spread_us": "spread", "limit_us": "limit", "ratio": "ratio"}
+SHARED = {"host_us": "host", "num_launches": "launches"}
+DETAIL = ("eager_us", "moved_mb", "launches", "acceptance_length")  # in the JSON alone
 
 
 def environment() -> dict[str, str]:
@@ -88,19 +81,26 @@ def table(name: str, result: dict[str, Any]) -> str:
     if "error" in result:
         return "\n".join([*lines, f"failed: {result['error']}", ""])
     rows = result["rows"]
-    shape = [key for key in rows[0] if key not in MEASURED and key not in DETAIL]
-    measured = [key for key in MEASURED if any(key in row for row in rows)]
+    hidden = {*SHARDED, *SHARED, *DETAIL, "num_shards"}
+    shape = [key for key in rows[0] if key not in hidden]
+    by_shape: dict[tuple[Any, ...], dict[int | None, dict[str, Any]]] = {}
+    for row in rows:
+        by_shape.setdefault(tuple(row[key] for key in shape), {})[row.get("num_shards")] = row
+    shards = sorted({row.get("num_shards") for row in rows}, key=str)
     heads = [key.removeprefix("num_").replace("_", " ") for key in shape]
-    heads += [MEASURED[key] for key in measured]
+    for number in shards:
+        behind = {None: "", 1: ", 1 shard"}.get(number, f", {number} shards")
+        heads += [head + behind for head in SHARDED.values()]
     lines += [
         f"A copy moves {result['copy_tb_per_s']:.2f} TB/s.",
         "",
-        f"| {' | '.join(heads)} |",
-        f"| {' | '.join('---' for _ in heads)} |",
+        f"| {' | '.join([*heads, *SHARED.values()])} |",
+        f"| {' | '.join('---' for _ in (*heads, *SHARED))} |",
     ]
-    lines += (
-        f"| {' | '.join(str(row.get(key, '')) for key in (*shape, *measured))} |" for row in rows
-    )
+    for values, of_shape in by_shape.items():
+        cells = [*values, *(of_shape.get(n, {}).get(key, "") for n in shards for key in SHARDED)]
+        cells += [max(row[key] for row in of_shape.values()) for key in SHARED]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
 
 
@@ -122,9 +122,10 @@ def main() -> None:
         f"# {facts['device']}",
         "",
         f"{versions}. Times in microseconds: `us` is the median of replays from a CUDA graph, "
-        "`spread` what lies between its first and last decile, `eager` the median of calls "
-        "launched one by one, `host` what the host needs for a call. `limit` is the bytes that "
-        "must move, over the bandwidth of a copy; `ratio` is `us` over it.",
+        "`spread` what lies between its first and last decile, `host` what the host needs for a "
+        "call. `limit` is the bytes that must move, over the bandwidth of a copy; `ratio` is `us` "
+        "over it. Where a cache may be shared, columns say among how many shards. The JSON beside "
+        "this page also holds bytes, each launch alone, and calls launched one by one.",
         "",
         *(table(name, result) for name, result in results.items()),
     ]

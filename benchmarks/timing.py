@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -113,6 +115,39 @@ def recorded(module: ModuleType) -> Iterator[list[tuple[str, Callable[[], object
         module.launch = launch  # type: ignore[attr-defined]
 
 
+def sweep(
+    run: Callable[[], object],
+    module: ModuleType,
+    index: int,
+    constants: ModuleType,
+    sizes: dict[str, tuple[int, ...]],
+) -> None:
+    """Print microseconds of one launch of a call for every size of its programs, fastest first.
+
+    Args:
+        run: the call.
+        module: what launches its kernels.
+        index: of the launch.
+        constants: the module that holds the sizes.
+        sizes: names there, and the values to try.
+    """
+    before = {name: getattr(constants, name) for name in sizes}
+    times = {}
+    for values in itertools.product(*sizes.values()):
+        vars(constants).update(zip(sizes, values, strict=True))
+        try:
+            with recorded(module) as calls:
+                run()
+            times[values] = launch_us(calls[index][1], 10)
+        except Exception as error:  # a size that the device cannot launch
+            print(f"    {values}: {type(error).__name__}")
+    vars(constants).update(before)
+    print(f"  us of {calls[index][0]} by {' x '.join(sizes)}")
+    for values, us in sorted(times.items(), key=lambda item: item[1]):
+        used = " (used)" if values == tuple(before.values()) else ""
+        print(f"    {' x '.join(map(str, values)):8s} {us:8.1f}{used}", flush=True)
+
+
 def launch_us(repeat: Callable[[], object], repeats: int = 20) -> float:
     """Microseconds of one launch among equal ones in a graph."""
 
@@ -137,6 +172,42 @@ def measure(run: Callable[[], object], module: ModuleType, repeats: int = 40) ->
         host_us=host_us(run),
         launches=tuple((name, launch_us(repeat)) for name, repeat in calls),
     )
+
+
+def run_script(
+    doc: str,
+    header: str,
+    cases: Iterable[Any],
+    time_case: Callable[[Any, float], dict[str, Any]],
+    sweep_cases: Callable[[], None] | None = None,
+) -> None:
+    """What the command line of a benchmark does.
+
+    Args:
+        doc: of the script.
+        header: of what a case is as a string.
+        cases: what to time.
+        time_case: a row of the table, from a case and the bytes a microsecond of a copy.
+        sweep_cases: what `--sweep` does instead.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
+    if sweep_cases is not None:
+        parser.add_argument("--sweep", action="store_true", help="time program sizes instead")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA or ROCm device")
+    if sweep_cases is not None and options.sweep:
+        return sweep_cases()
+    bytes_per_us = copy_bytes_per_us()
+    print(f"{torch.cuda.get_device_name()}, copy {bytes_per_us / 1e6:.2f} TB/s")
+    print(header + HEADER)
+    rows = []
+    for case in cases:
+        rows.append(time_case(case, bytes_per_us))
+        print_row(rows[-1], str(case))
+        torch.cuda.empty_cache()
+    report(rows, options.json, bytes_per_us)
 
 
 def report(rows: list[dict[str, Any]], path: str | None, bytes_per_us: float) -> None:

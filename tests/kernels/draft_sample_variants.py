@@ -9,6 +9,8 @@ import torch
 
 from specreg.kernels.draft_sample import kernel as k
 from specreg.kernels.drafting.args import LogitsCells, RowArgs, StatisticsCells, WordArgs
+from specreg.kernels.drafting.kernel import fill_kernel
+from specreg.kernels.drafting.launch import FILL_SIZE
 
 VOCAB_SIZE, NUM_STEPS = 248_320, 7
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -48,39 +50,29 @@ def kernels(
         stored = torch.empty(1, dtype=cache_dtype)
         cells = LogitsCells(stored, NUM_STEPS * vocab_size, vocab_size, num_shards - 1)
         statistics = StatisticsCells(fp32, fp32, u8, NUM_STEPS, num_shards - 1)
-    common = {"cells": cells, "rows": rows, "NUM_SHARDS": num_shards}
-    blockwise = {
-        **common,
+    num_tokens = 1792
+    given = {
+        "ids": i64,
+        "num_nans": i32,
+        "statistics": statistics,
         "blocks": i64,
+        "cells": cells,
         "logits": torch.empty(1, dtype=dtype),
         "logits_stride": vocab_size,
-        "num_columns": vocab_size,
-        "num_blocks": num_blocks,
+        "rows": rows,
+        "words": WordArgs(i64, i64),
         "target_ids": i64 if is_reduced else None,
+        "num_tokens": num_tokens,
+        "num_columns": vocab_size,
+        "width": vocab_size,
+        "num_blocks": num_blocks,
+        "NUM_SHARDS": num_shards,
+        "NUM_BLOCKS": min(k.BLOCKS_PER_PROGRAM, padded),
         "BLOCK_SIZE": k.BLOCK_SIZE,
+        "VECTOR": 16 // dtype.itemsize,
+        "IS_SCATTERED": is_reduced and cells is not None,
     }
-    num_tokens = 1792
-    yield (
-        k.draft_sample_blocks_kernel,
-        {
-            **blockwise,
-            "num_tokens": num_tokens,
-            "width": vocab_size,
-            "NUM_BLOCKS": min(k.BLOCKS_PER_PROGRAM, padded),
-            "VECTOR": 16 // dtype.itemsize,
-        },
-    )
-    yield (
-        k.draft_sample_tokens_kernel,
-        {
-            **blockwise,
-            "ids": i64,
-            "num_nans": i32,
-            "statistics": statistics,
-            "words": WordArgs(i64, i64),
-            "NUM_BLOCKS": padded,
-        },
-    )
+    yield k.draft_sample_blocks_kernel, given
+    yield k.draft_sample_tokens_kernel, given | {"NUM_BLOCKS": padded}
     if is_reduced and cells is not None:
-        fill = {"num_tokens": num_tokens, "vocab_size": vocab_size, "FILL_SIZE": 4096}
-        yield k.draft_sample_fill_kernel, {**common, **fill}
+        yield fill_kernel, given | {"vocab_size": vocab_size, "FILL_SIZE": FILL_SIZE}

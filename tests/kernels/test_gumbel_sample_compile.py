@@ -7,11 +7,11 @@ pytest.importorskip("triton")
 
 from offline import TARGETS, compile_offline, narrow_products
 
+from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 from specreg.kernels.drafting.args import LogitsCells, RowArgs, StatisticsCells
 from specreg.kernels.gumbel_sample import kernel as k
 
 VOCAB_SIZE, NUM_STEPS, NUM_BLOCKS = 248_320, 7, 485
-NUM_CHUNKS = -(-NUM_BLOCKS // k.BLOCKS_PER_PROGRAM)
 FP32, BF16, I32, I64, U8 = (
     torch.empty(1, dtype=dtype)
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
@@ -23,43 +23,30 @@ def kernels(*, num_shards=1, logits=BF16, target_ids=None, is_scattered=False, h
     if has_cache:
         cells = LogitsCells(BF16, NUM_STEPS * VOCAB_SIZE, VOCAB_SIZE, num_shards - 1)
         statistics = StatisticsCells(FP32, FP32, U8, NUM_STEPS, num_shards - 1)
-    common = {
+    given = {
+        "ids": I64,
+        "num_nans": I32,
+        "statistics": statistics,
         "blocks": I64,
-        "best": I64,
+        "arrivals": FP32,
+        "cells": cells,
+        "logits": logits,
+        "logits_stride": VOCAB_SIZE,
         "rows": RowArgs(I64, I64, FP32 if has_cache else None),
+        "words": k.NoiseArgs(I64, I64, I64),
         "target_ids": target_ids,
+        "num_tokens": 1792,
+        "num_columns": VOCAB_SIZE,
+        "width": VOCAB_SIZE,
         "num_blocks": NUM_BLOCKS,
-        "num_chunks": NUM_CHUNKS,
         "NUM_SHARDS": num_shards,
+        "NUM_BLOCKS": k.BLOCKS_PER_PROGRAM,
+        "BLOCK_SIZE": BLOCK_SIZE,
+        "VECTOR": 16 // logits.element_size(),
+        "IS_SCATTERED": is_scattered,
     }
-    yield (
-        k.gumbel_sample_blocks_kernel,
-        {
-            **common,
-            "cells": cells,
-            "logits": logits,
-            "logits_stride": VOCAB_SIZE,
-            "words": k.NoiseArgs(I64, I64, I64),
-            "num_tokens": 1792,
-            "num_columns": VOCAB_SIZE,
-            "width": VOCAB_SIZE,
-            "NUM_BLOCKS": k.BLOCKS_PER_PROGRAM,
-            "BLOCK_SIZE": k.BLOCK_SIZE,
-            "VECTOR": 16 // logits.element_size(),
-            "IS_SCATTERED": is_scattered,
-        },
-    )
-    yield (
-        k.gumbel_sample_tokens_kernel,
-        {
-            **common,
-            "token_ids": I64,
-            "num_nans": I32,
-            "statistics": statistics,
-            "NUM_BLOCKS": 512,
-            "NUM_CHUNKS": 1 << (NUM_CHUNKS - 1).bit_length(),
-        },
-    )
+    yield k.gumbel_sample_blocks_kernel, given
+    yield k.gumbel_sample_tokens_kernel, given | {"NUM_BLOCKS": 512}
 
 
 VARIANTS = {

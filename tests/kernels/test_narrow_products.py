@@ -1,4 +1,4 @@
-"""The check that addresses are computed with 64 bits, on kernels that do and on one that does not."""
+"""The check that addresses are computed with 64 bits notices where they are not."""
 
 from typing import NamedTuple
 

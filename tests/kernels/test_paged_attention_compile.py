@@ -85,6 +85,7 @@ def kernels(
             "HEADS": shape.heads,
             "ROWS": lanes_of(num_tokens * shape.heads),
             "KEYS": shape.keys,
+            "PRECISION": "tf32x3",
         },
     )
     if is_split:
@@ -115,6 +116,8 @@ def kernels(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kernel_compiles_for(variant, target):
     for kernel, num_warps, arguments in kernels(**VARIANTS[variant]):
+        if target == "gfx942":
+            arguments |= {"PRECISION": "ieee"}
         stages = compile_offline(kernel, target, num_warps, **arguments)
         assert stages["cubin" if target == "sm_90" else "hsaco"]
 

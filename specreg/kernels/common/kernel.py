@@ -42,8 +42,7 @@ def owned_row(req_state_idx, NUM_SHARDS: tl.constexpr, shard_idx):
 @triton.jit
 def clean_logits(logits):
     """fp32 logits as every draw reads them: NaN is -inf, and nothing exceeds `LOGIT_MAX`."""
-    logits = logits.to(tl.float32)
-    return tl.minimum(tl.where(logits == logits, logits, float("-inf")), LOGIT_MAX)
+    return tl.minimum(tl.maximum(logits.to(tl.float32), float("-inf")), LOGIT_MAX)
 
 
 @triton.jit

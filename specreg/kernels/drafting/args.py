@@ -98,7 +98,7 @@ class Store(NamedTuple):
         num_blocks: blocks of `width` columns.
         num_shards: of the cache.
         cells, statistics: the cache; None without one.
-        scattered: target id of each column where rows are scattered into dense ones, else None.
+        is_scattered: whether rows are scattered into dense ones by their target ids.
         grid_rows: grid behind the chunks of a row, for `token_of_program`.
         key: what a kernel may be specialised for because of all these.
     """
@@ -109,7 +109,7 @@ class Store(NamedTuple):
     num_shards: int
     cells: LogitsCells | None
     statistics: StatisticsCells | None
-    scattered: Tensor | None
+    is_scattered: bool
     grid_rows: tuple[int, int]
     key: Hashable
 
@@ -120,14 +120,13 @@ def store_of(
     """How logits are cut into blocks and stored."""
     num_tokens, width = logits.shape
     num_columns = min(width, vocab_size) if target_ids is None else target_ids.shape[0]
-    width, num_shards = num_columns, 1
-    cells = statistics = scattered = cache_key = None
+    width, num_shards, is_scattered = num_columns, 1, False
+    cells = statistics = cache_key = None
     if cache is not None:
         cells, statistics, cache_key = halves_of(cache)
         num_shards = cache.shard.num_shards
-        if target_ids is not None and cache.layout is DraftLogitsLayout.DENSE:
-            scattered = target_ids
-        else:
+        is_scattered = target_ids is not None and cache.layout is DraftLogitsLayout.DENSE
+        if not is_scattered:
             width = cache.logits.shape[2]
     return Store(
         num_columns=num_columns,
@@ -136,7 +135,7 @@ def store_of(
         num_shards=num_shards,
         cells=cells,
         statistics=statistics,
-        scattered=scattered,
+        is_scattered=is_scattered,
         grid_rows=(min(num_tokens, GRID_ROWS), -(-num_tokens // GRID_ROWS)),
-        key=(cache_key, num_tokens, num_columns, width, scattered is None),
+        key=(cache_key, num_tokens, num_columns, width, is_scattered),
     )

@@ -18,14 +18,18 @@ __all__ = [
     "block_masses",
     "block_peaks",
     "by_block",
+    "fill_kernel",
+    "load_block",
     "load_columns",
     "load_temperature",
     "logits_cell",
     "ordered",
     "pack",
     "peak_of",
+    "store_blocks",
     "store_columns",
     "store_statistics",
+    "sum_by_block",
     "token_of_program",
     "weight_of",
 ]
@@ -86,6 +90,41 @@ def store_columns(row, columns, x, num_columns, IS_FULL: tl.constexpr):
 
 
 @triton.jit
+def load_block(logits, logits_stride, cells, token, block, num_columns, BLOCK_SIZE: tl.constexpr):
+    """Columns of one block, and its fp32 logits as stored: rounded to the cache's dtype."""
+    columns = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = load_columns(logits + token * logits_stride, columns, num_columns, False)
+    if cells is not None:
+        x = x.to(cells.data.dtype.element_ty)
+    return columns, x.to(tl.float32)
+
+
+@triton.jit
+def store_blocks(blocks, token, first, num_blocks, peak, mass):
+    """Store peak and mass of each block of a program, packed."""
+    block = first + tl.arange(0, peak.shape[0])
+    packed = pack(peak.to(tl.int32, bitcast=True), mass)
+    tl.store(blocks + token * num_blocks + block, packed, mask=block < num_blocks)
+
+
+@triton.jit
+def fill_kernel(
+    cells, rows, num_tokens, vocab_size, NUM_SHARDS: tl.constexpr, FILL_SIZE: tl.constexpr
+):
+    """Program (i, token): -inf into an owned row, which is scattered into afterwards."""
+    token = token_of_program()
+    if token >= num_tokens:
+        return
+    req = tl.load(rows.idx_mapping + token)
+    if req < 0:
+        return
+    is_owned, row = logits_cell(cells, req, tl.load(rows.steps + token), NUM_SHARDS)
+    if is_owned:
+        columns = tl.program_id(0) * FILL_SIZE + tl.arange(0, FILL_SIZE)
+        tl.store(row + columns, float("-inf"), mask=columns < vocab_size)
+
+
+@triton.jit
 def logits_cell(cells, req, step, NUM_SHARDS: tl.constexpr):
     """Whether this rank owns the request, and where the step's logits go."""
     row = owned_row(req, NUM_SHARDS, cells.shard_idx)
@@ -127,19 +166,23 @@ def block_peaks(x):
 
 
 @triton.jit
+def sum_by_block(weights):
+    """int32 `[blocks]`, as `sum_weights` of each block of `[parts, blocks, LANES, VECTOR]`."""
+    PER_LANE: tl.constexpr = weights.shape[0] * weights.shape[3]
+    bits = tl.sum(tl.sum((weights + 4.0).to(tl.int32, bitcast=True), 3), 0)
+    return tl.sum(bits - (PER_LANE * 0x40800000) % (2**32), 1)
+
+
+@triton.jit
 def block_masses(x, peak, scale):
     """int32 sums of `exp2(x * scale - shift)` in 2^-21, where shift is `peak * scale`, rounded.
 
     One fused multiply-add a value; `weight_of` puts right what rounding the shift has changed, for
-    a whole block. Adding 4 aligns the mantissa of a weight so that its last bit is worth 2^-21, and
-    the bits of 4.0 are subtracted after the sum, which is exact modulo 2^32. Undefined where the
-    shift is no number or not below `SHIFT_MAX` in magnitude: its rounding would pass 1/4.
+    a whole block. Undefined where the shift is no number or not below `SHIFT_MAX` in magnitude: its
+    rounding would pass 1/4.
     """
     shift = (peak * scale)[None, :, None, None]
-    weights = tl.exp2(tl.fma(x, tl.zeros_like(x) + scale, tl.zeros_like(x) - shift))
-    fixed = (weights + 4.0).to(tl.int32, bitcast=True)
-    PER_LANE: tl.constexpr = x.shape[0] * x.shape[3]
-    return tl.sum(tl.sum(tl.sum(fixed, 3), 0) - (PER_LANE * 0x40800000) % (2**32), 1)
+    return sum_by_block(tl.exp2(tl.fma(x, tl.zeros_like(x) + scale, tl.zeros_like(x) - shift)))
 
 
 @triton.jit

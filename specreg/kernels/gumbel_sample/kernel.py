@@ -1,35 +1,40 @@
-"""`gumbel_sample` in Triton: a launch that scores and stores blocks, one that takes the best."""
+"""`gumbel_sample` in Triton: a launch that reduces and stores blocks, one that draws.
+
+`argmax(x / t + g)` is a race: with g = -ln(e), the column whose `e / exp(x / t)` is least, for
+exponential e. A weight is a power of two below the block's largest, so that a logit costs one
+logarithm. The second launch runs the winning block's race again, so that the first need not know
+which of its columns won.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specreg.kernels.common.kernel import clean_logits
-from specreg.kernels.common.launch import launch, specialisation
 from specreg.kernels.common.view import DraftLogitsView
-from specreg.kernels.draft_sample.kernel import BLOCK_SIZE, fill_scattered
-from specreg.kernels.drafting.args import RowArgs, store_of
+from specreg.kernels.drafting.args import RowArgs
 from specreg.kernels.drafting.kernel import (
     MASS_SCALE,
     MASS_UNIT,
     block_columns,
     block_peaks,
     by_block,
+    load_block,
     load_columns,
     load_temperature,
     logits_cell,
-    ordered,
-    pack,
     peak_of,
+    store_blocks,
     store_columns,
     store_statistics,
+    sum_by_block,
     token_of_program,
 )
+from specreg.kernels.drafting.launch import BlocksKernel, TokensKernel, draw_drafts
 from specreg.kernels.gumbel_sample import reference
 from specreg.kernels.random.kernel import STREAM_DRAFT, random_words
 
@@ -37,8 +42,9 @@ __all__ = ["gumbel_sample_triton"]
 
 BLOCKS_PER_PROGRAM = 4
 NUM_WARPS = 4
+TOKEN_WARPS = 4
 
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LN2 = tl.constexpr(0.6931471805599453)
 SERIES_BELOW = tl.constexpr(reference.SERIES_BELOW)
 UNIFORM_MAX = tl.constexpr(reference.UNIFORM_MAX)
 
@@ -52,17 +58,40 @@ class NoiseArgs(NamedTuple):
 
 
 @triton.jit
-def gumbel(word):
-    """fp32 standard Gumbel noise of a random word; finite."""
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, UNIFORM_MAX)
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
-    return -tl.log(tl.where(u < SERIES_BELOW, series, -tl.log(1.0 - u)))
+def _exponential(word):
+    """fp32 standard exponential variate of a random word: positive, finite; Gumbel noise is -ln."""
+    zero = word.to(tl.float32) * 0.0
+    u = tl.fma(word.to(tl.float32), zero + 2.3283064365386963e-10, zero + 1.1641532182693481e-10)
+    u = tl.minimum(u, UNIFORM_MAX)
+    series = tl.fma(u, zero + 0.25, zero + 1.0 / 3.0)
+    series = u * tl.fma(u, tl.fma(u, series, zero + 0.5), zero + 1.0)
+    return tl.where(u < SERIES_BELOW, series, tl.log2(1.0 - u) * -LN2)
+
+
+@triton.jit
+def _arrivals(below, ids, words, token, req):
+    """When each column arrives whose weight is 2^-below; the first one is drawn."""
+    zero = ids * 0
+    word, _, _, _ = random_words(
+        tl.load(words.seeds + req),
+        zero + tl.load(words.positions + token),
+        zero + tl.load(words.steps + token),
+        STREAM_DRAFT,
+        ids,
+    )
+    return _exponential(word) * tl.exp2(below)
+
+
+@triton.jit
+def _finite(peak):
+    """A number to subtract where `peak` may be -inf."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @triton.jit
 def gumbel_sample_blocks_kernel(
     blocks,
-    best,
+    arrivals,
     cells,
     logits,
     logits_stride,
@@ -73,7 +102,6 @@ def gumbel_sample_blocks_kernel(
     num_columns,
     width,
     num_blocks,
-    num_chunks,
     NUM_SHARDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -82,9 +110,7 @@ def gumbel_sample_blocks_kernel(
 ):
     """Program (i, token): read NUM_BLOCKS blocks once, store, reduce and score them.
 
-    `best` packs the best score, as an integer in the same order, over the complement of its column,
-    so that the largest of several has the lowest column among equal scores. The sign of a block's
-    mass says that it holds a NaN.
+    The sign of a block's mass says that it holds a NaN.
     """
     token = token_of_program()
     if token >= num_tokens:
@@ -92,7 +118,6 @@ def gumbel_sample_blocks_kernel(
     req = tl.load(rows.idx_mapping + token)
     if req < 0:
         return
-    step = tl.load(rows.steps + token)
     first = tl.program_id(0) * NUM_BLOCKS
     columns = block_columns(first, NUM_BLOCKS, BLOCK_SIZE, VECTOR)
     x = load_columns(logits + token * logits_stride, columns, num_columns, False)
@@ -101,69 +126,53 @@ def gumbel_sample_blocks_kernel(
         ids = tl.load(target_ids + columns, mask=columns < num_columns, other=0)
     if cells is not None:
         x = x.to(cells.data.dtype.element_ty)
-        is_owned, row = logits_cell(cells, req, step, NUM_SHARDS)
+        is_owned, row = logits_cell(cells, req, tl.load(rows.steps + token), NUM_SHARDS)
         if is_owned:
             if IS_SCATTERED:
                 tl.store(row + ids, x, mask=columns < num_columns)
             else:
                 store_columns(row, columns, x, width, False)
 
-    values = clean_logits(x)
-    scores = values
-    by_blocks = by_block(values, NUM_BLOCKS, VECTOR)
-    peak = block_peaks(by_blocks)
+    has_nan = block_peaks(by_block(x, NUM_BLOCKS, VECTOR))
+    has_nan = has_nan != has_nan
+    values = by_block(clean_logits(x), NUM_BLOCKS, VECTOR)
+    peak = tl.max(tl.max(tl.max(values, 3), 0), 1)
     mass = tl.zeros_like(peak).to(tl.int32)
     if rows.temperature is not None:
-        is_drawn, divisor, scale = load_temperature(rows.temperature, req)
-        zero = ids * 0
-        word, _, _, _ = random_words(
-            tl.load(words.seeds + req),
-            zero + tl.load(words.positions + token),
-            zero + tl.load(words.steps + token),
-            STREAM_DRAFT,
-            ids,
-        )
-        noisy = tl.maximum(values * tl.div_rn(1.0, divisor) + gumbel(word), LOWEST)
-        noisy = tl.where(values == float("-inf"), float("-inf"), noisy)
-        scores = tl.where(is_drawn, noisy, values)
-        weights = tl.exp2((by_blocks - peak[None, :, None, None]) * scale)
-        weights = tl.where(by_blocks == float("-inf"), 0.0, weights)
-        fixed = (weights + 4.0).to(tl.int32, bitcast=True) - 0x40800000
-        mass = tl.sum(tl.sum(tl.sum(fixed, 3), 0), 1)
-
-    wide = x.to(tl.float32)
-    is_nan = by_block((wide != wide).to(tl.float32), NUM_BLOCKS, VECTOR)
-    has_nan = tl.max(tl.max(tl.max(is_nan, 3), 0), 1) > 0.0
-    block = first + tl.arange(0, NUM_BLOCKS)
-    tl.store(
-        blocks + token * num_blocks + block,
-        pack(peak.to(tl.int32, bitcast=True), tl.where(has_nan, ~mass, mass)),
-        mask=block < num_blocks,
-    )
-    packed = pack(ordered(scores.to(tl.int32, bitcast=True)), ~columns)
-    tl.store(best + token * num_chunks + tl.program_id(0), tl.max(tl.max(packed, 1), 0))
+        _, _, scale = load_temperature(rows.temperature, req)
+        below = (_finite(peak)[None, :, None, None] - values) * scale
+        mass = sum_by_block(tl.exp2(-below))
+        times = _arrivals(tl.reshape(below, columns.shape), ids, words, token, req)
+        first_of = tl.min(tl.min(tl.min(by_block(times, NUM_BLOCKS, VECTOR), 3), 0), 1)
+        block = first + tl.arange(0, NUM_BLOCKS)
+        tl.store(arrivals + token * num_blocks + block, first_of, mask=block < num_blocks)
+    store_blocks(blocks, token, first, num_blocks, peak, tl.where(has_nan, ~mass, mass))
 
 
 @triton.jit
 def gumbel_sample_tokens_kernel(
-    token_ids,
+    ids,
     num_nans,
     statistics,
     blocks,
-    best,
+    arrivals,
+    cells,
+    logits,
+    logits_stride,
     rows,
+    words,
     target_ids,
+    num_columns,
     num_blocks,
-    num_chunks,
     NUM_SHARDS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
-    """Program (token): the best column of all chunks; store the statistics if owned."""
+    """Program (token): the best column of the best block; store the statistics if owned."""
     token = tl.program_id(0).to(tl.int64)
     req = tl.load(rows.idx_mapping + token)
     if req < 0:
-        tl.store(token_ids + token, -1)
+        tl.store(ids + token, -1)
         return
     block = tl.arange(0, NUM_BLOCKS)
     live = block < num_blocks
@@ -174,32 +183,38 @@ def gumbel_sample_tokens_kernel(
     top = tl.max(peak, 0)
     is_empty = top == float("-inf")
 
-    chunk = tl.arange(0, NUM_CHUNKS)
-    scores = tl.load(
-        best + token * num_chunks + chunk, mask=chunk < num_chunks, other=-0x7FFFFFFFFFFFFFFF
-    )
-    column = tl.where(is_empty, 0, (~tl.max(scores, 0).to(tl.int32)).to(tl.int64))
+    chosen = tl.argmax(peak, 0)
+    if rows.temperature is not None:
+        is_drawn, divisor, scale = load_temperature(rows.temperature, req)
+        is_drawn = is_drawn & ~is_empty
+        behind = (top - peak) * scale
+        times = tl.load(arrivals + token * num_blocks + block, mask=live, other=1.0)
+        best = tl.argmax(tl.where(live, -behind - tl.log2(times), float("-inf")), 0)
+        chosen = tl.where(is_drawn, best, chosen)
+    columns, x = load_block(logits, logits_stride, cells, token, chosen, num_columns, BLOCK_SIZE)
+    x = clean_logits(x)
+    lane = tl.argmax(x, 0)
+    if rows.temperature is not None:
+        column_ids = columns.to(tl.int64)
+        if target_ids is not None:
+            column_ids = tl.load(target_ids + columns, mask=columns < num_columns, other=0)
+        below = (_finite(tl.max(x, 0)) - x) * scale
+        first = tl.argmin(_arrivals(below, column_ids, words, token, req), 0)
+        lane = tl.where(is_drawn, first, lane)
+    column = (chosen * BLOCK_SIZE + lane).to(tl.int64)
     if target_ids is not None:
         column = tl.load(target_ids + column).to(tl.int64)
-    tl.store(token_ids + token, column)
+    tl.store(ids + token, column)
     if num_nans is not None:
         tl.atomic_add(num_nans + req, 1, mask=is_bad | is_empty)
     if statistics is not None:
-        is_drawn, divisor, scale = load_temperature(rows.temperature, req)
         mass = tl.where(mass < 0, ~mass, mass)
-        shares = mass.to(tl.float32) * MASS_SCALE * tl.exp2((peak - top) * scale)
-        units = tl.where(peak == float("-inf"), 0.0, shares).to(tl.int64)
+        units = (mass.to(tl.float32) * MASS_SCALE * tl.exp2(-behind)).to(tl.int64)
         total = tl.sum(units, 0).to(tl.float32) * MASS_UNIT
-        logsumexp = tl.div_rn(top, divisor) + tl.log(total)
-        store_statistics(
-            statistics,
-            req,
-            tl.load(rows.steps + token),
-            tl.where(is_drawn, divisor, 0.0),
-            tl.where(is_drawn & ~is_empty, logsumexp, 0.0),
-            is_empty,
-            NUM_SHARDS,
-        )
+        logsumexp = tl.where(is_drawn, tl.div_rn(top, divisor) + tl.log(total), 0.0)
+        drawn_at = tl.where(tl.load(rows.temperature + req) == 0.0, 0.0, divisor)
+        step = tl.load(rows.steps + token)
+        store_statistics(statistics, req, step, drawn_at, logsumexp, is_empty, NUM_SHARDS)
 
 
 def gumbel_sample_triton(
@@ -217,71 +232,14 @@ def gumbel_sample_triton(
     noise_steps: Tensor,
 ) -> Tensor:
     """Launch on the current stream: two kernels, three to scatter into a dense cache. No sync."""
-    num_tokens = len(idx_mapping)
-    ids = torch.empty_like(idx_mapping)
-    if num_tokens == 0:
-        return ids
-    store = store_of(logits, cache, vocab_size, target_ids)
-    num_blocks, logits_stride = store.num_blocks, logits.stride(0)
-    padded = 1 << (num_blocks - 1).bit_length()
-    per_program = min(BLOCKS_PER_PROGRAM, padded)
-    num_chunks = -(-num_blocks // per_program)
-    blocks = torch.empty(num_tokens * num_blocks, dtype=torch.int64, device=logits.device)
-    best = torch.empty(num_tokens * num_chunks, dtype=torch.int64, device=logits.device)
-    rows = RowArgs(idx_mapping, steps, temperature)
-    words = NoiseArgs(positions, noise_steps, seeds)
-    key = (
-        store.key,
-        logits_stride,
-        per_program,
-        specialisation(logits, rows, words, target_ids, num_nans, blocks, best, ids),
+    return draw_drafts(
+        BlocksKernel(gumbel_sample_blocks_kernel, BLOCKS_PER_PROGRAM, NUM_WARPS, has_arrivals=True),
+        TokensKernel(gumbel_sample_tokens_kernel, TOKEN_WARPS),
+        logits,
+        RowArgs(idx_mapping, steps, temperature),
+        NoiseArgs(positions, noise_steps, seeds),
+        cache,
+        vocab_size=vocab_size,
+        target_ids=target_ids,
+        num_nans=num_nans,
     )
-    if store.scattered is not None:
-        fill_scattered(store, rows, num_tokens, vocab_size, key)
-    launch(
-        gumbel_sample_blocks_kernel,
-        (num_chunks, *store.grid_rows),
-        (
-            blocks,
-            best,
-            store.cells,
-            logits,
-            logits_stride,
-            rows,
-            words,
-            target_ids,
-            num_tokens,
-            store.num_columns,
-            store.width,
-            num_blocks,
-            num_chunks,
-            store.num_shards,
-            per_program,
-            BLOCK_SIZE,
-            16 // logits.element_size(),
-            store.scattered is not None,
-        ),
-        key,
-        NUM_WARPS,
-    )
-    launch(
-        gumbel_sample_tokens_kernel,
-        (num_tokens,),
-        (
-            ids,
-            num_nans,
-            store.statistics,
-            blocks,
-            best,
-            rows,
-            target_ids,
-            num_blocks,
-            num_chunks,
-            store.num_shards,
-            padded,
-            1 << (num_chunks - 1).bit_length(),
-        ),
-        key,
-        num_warps=4,
-    )
-    return ids

@@ -21,8 +21,6 @@ __all__ = ["gumbel_reference", "gumbel_sample_reference", "noise_uniform_referen
 SERIES_BELOW = 2.0**-6  # of u: there 1 - u would lose what the series keeps
 UNIFORM_MAX = 1.0 - 2.0**-24
 
-_LOWEST = torch.finfo(torch.float32).min
-
 
 def noise_uniform_reference(words: Tensor) -> Tensor:
     """fp32 uniforms in (0, 1) from all 32 bits of random words; small ones to a relative 2^-24."""
@@ -86,8 +84,8 @@ def gumbel_sample_reference(
                 STREAM_DRAFT,
                 column_ids[None],
             )
-            noisy = (scores * inverse[:, None] + gumbel_reference(words[0])).clamp(min=_LOWEST)
-            noisy = torch.where(scores == -torch.inf, -torch.inf, noisy)
+            below = scores - torch.where(is_empty, 0.0, top)[:, None]
+            noisy = below * inverse[:, None] + gumbel_reference(words[0])
             scores = torch.where(is_drawn[:, None], noisy, scores)
             total = blocks.masses(inverse).sum(-1).float() * 2.0**-MASS_BITS
             drawn_sum = top / torch.where(drawn_at != 0.0, drawn_at, 1.0) + total.log()

@@ -104,6 +104,7 @@ def paged_attention_kernel(
     KEY_LANES: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_LANES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Program (tile, i, split): the tokens of a tile and HEADS query heads, over a share of keys.
 
@@ -150,7 +151,7 @@ def paged_attention_kernel(
             cell = (index % BLOCK_SIZE).to(tl.int64)
 
             k = _load_cells(keys, block, cell, kv_head, is_live, KEY_DIM, KEY_LANES)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * rule.scale
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * rule.scale
             if rule.soft_cap is not None:
                 scores = _tanh(scores) * rule.soft_cap
             is_visible = is_live[None, :] & mine[:, None] & (index[None, :] < kv_len[:, None])
@@ -166,7 +167,7 @@ def paged_attention_kernel(
             total = total * decay + tl.sum(weights, 1)
             v = _load_cells(values, block, cell, kv_head, is_live, VALUE_DIM, VALUE_LANES)
             attended = attended * decay[:, None]
-            attended = tl.dot(weights.to(v.dtype), v, attended, input_precision="ieee")
+            attended = tl.dot(weights.to(v.dtype), v, attended, input_precision=PRECISION)
 
         mask = mine[:, None] & (e < VALUE_DIM)
         if partials is None:
@@ -292,6 +293,7 @@ def paged_attention_triton(
         KEY_LANES=lanes[0],
         VALUE_DIM=value_dim,
         VALUE_LANES=lanes[1],
+        PRECISION=sizes.PRECISION,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

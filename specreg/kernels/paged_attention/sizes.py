@@ -15,6 +15,9 @@ MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256  # at least: fewer are read faster than partial results are combined
 PROGRAMS_PER_PROCESSOR = 4
 MIN_LANES = 16  # of each side of a matrix product in Triton
+# How fp32 is multiplied: in three products of tf32, whose errors are those of fp32, where there are
+# tensor cores for it.
+PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 
 
 class ProgramShape(NamedTuple):

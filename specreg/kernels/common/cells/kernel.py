@@ -43,8 +43,15 @@ def cell_logits(cache, row, step, columns, first, vocab_size, SIZE: tl.constexpr
             if (token >= first) & (token < first + SIZE):
                 x = tl.where(columns == token, tl.load(logits + i).to(tl.float32), x)
     elif cache.target_to_draft is not None:
-        at = tl.load(cache.target_to_draft + columns, mask=columns < vocab_size, other=-1)
+        # Nothing is known of where a gather reads; the compiler then gives a warp the first
+        # dimension, which transposed is that of the columns.
+        at = columns
+        if len(columns.shape) == 2:
+            at = tl.trans(columns)
+        at = tl.load(cache.target_to_draft + at, mask=at < vocab_size, other=-1)
         x = tl.load(logits + at, mask=at >= 0, other=float("-inf"))
+        if len(columns.shape) == 2:
+            x = tl.trans(x)
     else:
         x = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf"))
     return clean_logits(x)

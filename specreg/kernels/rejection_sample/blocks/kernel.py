@@ -10,7 +10,13 @@ import triton.language as tl
 from specreg.kernels.common.kernel import SUM_BITS
 from specreg.kernels.draft_sample.reference import BLOCK_SIZE as SIZE
 from specreg.kernels.draft_sample.reference import MASS_BITS
-from specreg.kernels.drafting.kernel import block_columns, block_peaks, by_block, load_columns
+from specreg.kernels.drafting.kernel import (
+    block_columns,
+    block_peaks,
+    by_block,
+    load_columns,
+    sum_by_block,
+)
 from specreg.kernels.rejection_sample import prepare
 
 __all__ = [
@@ -26,7 +32,6 @@ __all__ = [
     "mass_units",
     "request",
     "scale_of",
-    "sum_by_block",
     "target_blocks_kernel",
 ]
 
@@ -77,14 +82,6 @@ def float_record(rows, req, step, NUM_ROWS: tl.constexpr):
 @triton.jit
 def int_record(rows, req, step, NUM_ROWS: tl.constexpr):
     return rows.ints + (req * NUM_ROWS + step) * (rows.num_blocks + NUM_INTS)
-
-
-@triton.jit
-def sum_by_block(weights):
-    """int32 `[blocks]`, as `sum_weights` of each block of `[parts, blocks, LANES, VECTOR]`."""
-    PER_LANE: tl.constexpr = weights.shape[0] * weights.shape[3]
-    bits = tl.sum(tl.sum((weights + 4.0).to(tl.int32, bitcast=True), 3), 0)
-    return tl.sum(bits - (PER_LANE * 0x40800000) % (2**32), 1)
 
 
 @triton.jit

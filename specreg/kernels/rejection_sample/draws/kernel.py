@@ -15,7 +15,7 @@ from specreg.kernels.common.kernel import (
     sum_weights,
     to_units,
 )
-from specreg.kernels.drafting.kernel import block_columns, by_block
+from specreg.kernels.drafting.kernel import block_columns, by_block, sum_by_block
 from specreg.kernels.random.kernel import (
     STREAM_BONUS,
     STREAM_RESIDUAL,
@@ -31,7 +31,6 @@ from specreg.kernels.rejection_sample.blocks.kernel import (
     load_target,
     mass_units,
     scale_of,
-    sum_by_block,
 )
 from specreg.kernels.rejection_sample.draws import reference
 from specreg.kernels.rejection_sample.rows.kernel import (
