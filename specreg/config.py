@@ -249,7 +249,7 @@ class EngineConfig(_Config):
         enforce_eager: nothing is captured in CUDA graphs; no token changes.
         cuda_graph_sizes: numbers of requests that batches are padded to, each with graphs of its
             own; larger batches run unpadded and eagerly. None is powers of two and max_num_seqs on
-            one GPU, and no size elsewhere.
+            GPUs, and no size elsewhere.
         seed: of requests that bring none.
     """
 

@@ -1,4 +1,4 @@
-"""Run a function on every rank of a gloo group, each rank a spawned process."""
+"""Run a function on every rank of a group, each rank a spawned process."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ __all__ = ["run_ranks"]
 TIMEOUT_SECONDS = 120
 
 
-def run_ranks(num_ranks: int, function: Callable[[TensorParallel], Any]) -> list[Any]:
+def run_ranks(
+    num_ranks: int, function: Callable[[TensorParallel], Any], device: str = "cpu"
+) -> list[Any]:
     """`function(tp)` of every rank, in order; the first rank's traceback fails the test.
 
-    `function` lives at module level and returns something that can be pickled.
+    `function` lives at module level and returns something that can be pickled. Ranks on `cuda` take
+    the device of their number.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         receivers, processes = [], []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (function, rank, num_ranks, str(Path(folder, "store")), sender)
+            place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+            arguments = (function, rank, num_ranks, str(Path(folder, "store")), place, sender)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             sender.close()
@@ -59,10 +63,12 @@ def _rank(
     rank: int,
     num_ranks: int,
     store_path: str,
+    device: torch.device,
     sender: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    tp = TensorParallel(rank, num_ranks, store=dist.FileStore(store_path, num_ranks))
+    store = dist.FileStore(store_path, num_ranks)
+    tp = TensorParallel(rank, num_ranks, store=store, device=device)
     try:
         sender.send((True, function(tp)))
     except BaseException:

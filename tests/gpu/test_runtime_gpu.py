@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specreg.config import EngineConfig
 from specreg.errors import PluginError
-from specreg.runtime.cuda_graphs import CapturedFunction, GraphSizes
+from specreg.runtime.cuda_graphs import CapturedFunction, GraphPool, GraphSizes
 from specreg.runtime.engine import Engine
 from specreg.runtime.model_runner import ModelRunner
 from specreg.sampling_params import SamplingParams
@@ -188,7 +188,7 @@ def test_a_replay_reads_what_its_buffers_hold_and_leaves_earlier_results_alone()
         calls.append(size)
         return [buffer[:size] * 2]
 
-    pool = torch.cuda.graph_pool_handle()
+    pool = GraphPool(torch.cuda.graph_pool_handle())
     doubled = CapturedFunction("double", double, GraphSizes((4, 8), is_captured=True), pool)
     results = []
     for number, size in enumerate([4, 4, 8, 4, 8, 3]):
@@ -210,31 +210,3 @@ def test_what_a_graph_cannot_hold_is_an_error_that_says_what_to_do() -> None:
     ):
         waits(4)
     assert float((buffer * 2).sum()) == 8.0
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_sharding_on_two_gpus_changes_no_token_and_frees_what_the_plan_says(
-    tmp_path: Path,
-) -> None:
-    target = save_tiny_model("llama", tmp_path / "target", vocab_size=32_768)
-    draft = save_tiny_model("llama", tmp_path / "draft", vocab_size=32_768, seed=1)
-    results = {}
-    for sharding in ("off", "auto"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        with engine_for(
-            lambda _: (target, draft),
-            drafts="probabilistic",
-            tensor_parallel_size=2,
-            enable_batch_sharded_sampling=True,
-            draft_logits_sharding=sharding,
-            max_num_seqs=64,
-        ) as engine:
-            outputs = engine.generate(PROMPTS, MIXED)
-            plan = engine.plan
-            peak = torch.cuda.max_memory_allocated()
-        results[sharding] = tokens(outputs), peak, plan.bytes_per_rank + plan.side_bytes_per_rank
-    (off_tokens, off_peak, off_planned), (tokens_, peak, planned) = results.values()
-    assert tokens_ == off_tokens
-    assert off_planned - planned > 2**23
-    assert abs(off_peak - peak - (off_planned - planned)) <= 2**21
