@@ -168,5 +168,9 @@ class Named:
 
 
 REGISTERED: Mapping[str, Named] = MappingProxyType(
-    {"draft_model": Named("dense"), "ngram": Named("argmax only")}
+    {
+        "draft_model": Named("dense"),
+        "gemma4": Named("dense", {"model_type": "gemma4_assistant"}),
+        "ngram": Named("argmax only"),
+    }
 )

@@ -96,7 +96,7 @@ class ObservedSpeculator:
         return getattr(self.inner, name)
 
     def load_model(self, target: TargetView) -> None:
-        self.inner.load_model(target)
+        self.inner.load_model(cast(TargetView, _QuietTarget(target, self._detector)))
 
     def weight_bytes(self) -> int:
         return self.inner.weight_bytes()
@@ -304,6 +304,19 @@ class _QuietKV:
         if not callable(found):
             return found
         return lambda *args, **kwargs: self._detector.paused(lambda: found(*args, **kwargs))
+
+
+class _QuietTarget:
+    """A `TargetView` whose keys and values do not count as the speculator's either."""
+
+    def __init__(self, target: TargetView, detector: HostSyncDetector) -> None:
+        self._target, self._detector = target, detector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def kv(self, layer: int) -> _QuietKV:
+        return _QuietKV(self._target.kv(layer), self._detector)
 
 
 @dataclass(frozen=True)

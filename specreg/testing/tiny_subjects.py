@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,23 +20,25 @@ KIT_NUM_LAYERS = 2
 KIT_INITIALIZER_RANGE = 0.2
 
 
-def save_kit_target(directory: str | os.PathLike[str], kind: str = "llama") -> Path:
+def save_kit_target(
+    directory: str | os.PathLike[str], kind: str = "llama", **overrides: Any
+) -> Path:
     """Write the target that the kit proves speculators with; returns the directory.
 
     Args:
         directory: made if missing.
         kind: a key of `specreg.testing.tiny_models.TINY_MODELS`.
+        overrides: config keys that replace the kit's own; None drops a key.
     """
-    return save_tiny_model(
-        kind,
-        directory,
-        vocab_size=KIT_VOCAB_SIZE,
-        num_hidden_layers=KIT_NUM_LAYERS,
-        initializer_range=KIT_INITIALIZER_RANGE,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": KIT_VOCAB_SIZE,
+        "num_hidden_layers": KIT_NUM_LAYERS,
+        "initializer_range": KIT_INITIALIZER_RANGE,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return save_tiny_model(kind, directory, **{**fields, **overrides})
 
 
 def perturbed_copy(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from specreg.plugin import SpeculatorSpec, hookimpl
+from specreg_mtp.gemma4 import GEMMA4
 
 __all__ = ["specreg_speculators"]
 
 
 @hookimpl
 def specreg_speculators() -> list[SpeculatorSpec]:
-    return []
+    return [GEMMA4]
