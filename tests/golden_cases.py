@@ -215,6 +215,7 @@ class Replay:
         }
         if index > 1:
             rejected = len(ids) - num_valid
+            common["prefill_lookahead"] = self.needs.prefill_lookahead
             batch = decode_batch([ids], [start], [SLOT], [rejected], [anchor], **common)
             yield self._with_states(batch, index, 0, num_valid)
             return

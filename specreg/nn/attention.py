@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from specreg.nn.rotary import RotaryAngles
@@ -38,6 +39,11 @@ class Attention(nn.Module):
         if shape.has_head_norms:
             self.q_norm = shape.norm(shape.head_dim)
             self.k_norm = shape.norm(shape.head_dim)
+        if shape.has_head_gates:
+            self.g_proj = nn.Linear(width, shape.num_heads, bias=False, device="meta")
+        self.sinks: nn.Parameter | None = None
+        if shape.has_sinks:
+            self.sinks = nn.Parameter(torch.empty(shape.num_heads, device="meta"))
 
     def forward(self, x: Tensor, angles: RotaryAngles, rows: KVRows, kv: KVView) -> Tensor:
         """Write the keys and values of `x [n, input_size]` at `rows`, then attend.
@@ -50,11 +56,13 @@ class Attention(nn.Module):
         return self.attend(query, gate, rows, kv)
 
     def queries(self, x: Tensor, angles: RotaryAngles) -> tuple[Tensor, Tensor | None]:
-        """Queries `[n, num_heads, head_dim]` after rotary, and the gate before its sigmoid."""
+        """Queries `[n, num_heads, head_dim]` after rotary; the gates before their sigmoid."""
         heads = self.q_proj(x).unflatten(-1, (self.shape.num_heads, -1))
         gate = None
         if self.shape.has_gated_attention:  # a head's queries, then its gates
             heads, gate = heads.chunk(2, dim=-1)
+        elif self.shape.has_head_gates:
+            gate = self.g_proj(x)[..., None]
         if self.shape.has_head_norms:
             heads = self.q_norm(heads)
         return angles.apply(heads), gate
@@ -65,6 +73,8 @@ class Attention(nn.Module):
         key, value = self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
         if self.shape.has_head_norms:
             key = self.k_norm(key)
+        if self.shape.value_scale != 1.0:
+            value = value * self.shape.value_scale
         return angles.apply(key), value
 
     def write(self, x: Tensor, angles: RotaryAngles, rows: KVRows, kv: KVView) -> None:
@@ -79,6 +89,7 @@ class Attention(nn.Module):
             rows,
             scale=self.shape.attention_scale,
             sliding_window=self.sliding_window,
+            sinks=self.sinks,
         )
         if gate is not None:
             out = out * gate.sigmoid()

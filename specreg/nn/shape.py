@@ -34,9 +34,12 @@ class DecoderShape:
         mlp_bias: whether the feed-forward projections have one.
         has_head_norms: queries and keys are normalised a head.
         has_gated_attention: a sigmoid gate, projected beside the queries, scales the output.
+        has_head_gates: a sigmoid gate a head, a projection of its own, scales the output.
         has_zero_centred_norms: norms scale by `1 + weight`.
         sliding_windows: keys visible to a query a layer, itself included; None means all.
         attention_scale: factor on `query @ key`; 0 stands for the usual root of `head_dim`.
+        value_scale: factor on the values.
+        has_sinks: a learnt logit a head joins each softmax without a value.
         rope: the config keys that describe the rotary embedding.
     """
 
@@ -53,9 +56,12 @@ class DecoderShape:
     mlp_bias: bool = False
     has_head_norms: bool = False
     has_gated_attention: bool = False
+    has_head_gates: bool = False
     has_zero_centred_norms: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     attention_scale: float = 0.0
+    value_scale: float = 1.0
+    has_sinks: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,9 +74,9 @@ class DecoderShape:
     def read(cls, config: ConfigReader, **known: Any) -> DecoderShape:
         """Read a Llama-style config: what Llama, Mistral, Qwen2 and Qwen3 write.
 
-        Layers have windows where `layer_types` says `sliding_attention`, and all of them where
-        there are no `layer_types` but a `sliding_window` that `use_sliding_window` does not turn
-        off.
+        Layers have windows where `layer_types` says `sliding_attention`. Without `layer_types`, a
+        `sliding_window` holds for every layer (Mistral), for those from `max_window_layers` on if
+        `use_sliding_window` turns it on (Qwen), or for none (Llama).
 
         Args:
             config: the object that describes the decoder.
@@ -102,7 +108,6 @@ class DecoderShape:
         bias = config.flag("attention_bias", False)
         fields: dict[str, Any] = {
             "hidden_size": hidden_size,
-            "intermediate_size": config.integer("intermediate_size"),
             "num_layers": num_layers,
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
@@ -112,9 +117,12 @@ class DecoderShape:
             "attention_bias": bias,
             "attention_output_bias": bias,
             "mlp_bias": config.flag("mlp_bias", False),
-            "sliding_windows": _sliding_windows(config, num_layers),
             "rope": rope,
         }
+        if "intermediate_size" not in known:
+            fields["intermediate_size"] = config.integer("intermediate_size")
+        if "sliding_windows" not in known:
+            fields["sliding_windows"] = _sliding_windows(config, num_layers)
         return cls(**{**fields, **known})
 
     @property
@@ -140,12 +148,11 @@ class DecoderShape:
 
 
 def _sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    window = config.integer("sliding_window", None)
     types = config.texts("layer_types")
-    is_used = config.flag("use_sliding_window", True)
-    config.accept("max_window_layers")
     if types is None:
-        return (window if is_used else None,) * num_layers
+        return _untyped_windows(config, num_layers)
+    window = config.integer("sliding_window", None)
+    config.accept("use_sliding_window", "max_window_layers")
     if len(types) < num_layers or set(types) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(
             "the layer types of a config do not describe its layers",
@@ -158,3 +165,17 @@ def _sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None,
     if any(sliding) and window is None:
         config.integer("sliding_window")
     return tuple(window if is_sliding else None for is_sliding in sliding)
+
+
+def _untyped_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Without `layer_types`, what a window means depends on the model."""
+    model_type = config.text("model_type", "")
+    if model_type == "llama":  # has no windows: a key for one is told as not read
+        if not config.get("use_sliding_window", False):
+            config.accept("max_window_layers")
+        return (None,) * num_layers
+    is_qwen = model_type.startswith("qwen")
+    window = config.integer("sliding_window", None)
+    is_used = config.flag("use_sliding_window", not is_qwen)
+    first = config.integer("max_window_layers", 28 if is_qwen else 0, minimum=0)
+    return tuple(window if is_used and layer >= first else None for layer in range(num_layers))

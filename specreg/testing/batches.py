@@ -65,6 +65,7 @@ def decode_batch(
     temperature: Tensor,
     seeds: Tensor,
     num_draft_tokens: int,
+    prefill_lookahead: int = 0,
 ) -> ProposeInputs:
     """Requests whose drafts have just been verified.
 
@@ -75,6 +76,7 @@ def decode_batch(
         num_rejected: trailing drafts of each that were rejected.
         newest: the token that verification emitted last.
         temperature, seeds, num_draft_tokens: as in `prompt_batch`.
+        prefill_lookahead: of the speculator; there are no prompt tokens ahead.
     """
     return _packed(
         tokens,
@@ -86,7 +88,7 @@ def decode_batch(
         num_draft_tokens=[num_draft_tokens] * len(tokens),
         temperature=temperature,
         seeds=seeds,
-        lookahead=None,
+        lookahead=[[PADDING] * prefill_lookahead] * len(tokens),
     )
 
 
@@ -193,7 +195,7 @@ def _packed(
         offsets.append(offsets[-1] + len(row))
     positions = [s + i for s, row in zip(starts, tokens, strict=True) for i in range(len(row))]
     idx_mapping = ints(slots)
-    ahead = ints([]).view(0, len(tokens)) if lookahead is None else torch.tensor(lookahead).T
+    ahead = torch.tensor(lookahead or [[]] * len(tokens), dtype=torch.int64).T
     return ProposeInputs(
         input_ids=ints([token for row in tokens for token in row]),
         positions=ints(positions),

@@ -160,3 +160,13 @@ class TestRotary:
 def test_an_unknown_activation_gets_the_nearest_spelling():
     with pytest.raises(CheckpointError, match="did you mean 'silu'"):
         activation("sillu")
+
+
+def test_what_a_window_without_layer_types_means_depends_on_the_model() -> None:
+    qwen = {"model_type": "qwen3", "sliding_window": 4}
+    assert shape(**qwen).sliding_windows == (None, None)
+    assert shape(**qwen, use_sliding_window=True).sliding_windows == (None, None)
+    used = shape(**qwen, use_sliding_window=True, max_window_layers=1)
+    assert used.sliding_windows == (None, 4)
+    assert shape(model_type="mistral", sliding_window=4).sliding_windows == (4, 4)
+    assert shape(model_type="llama", sliding_window=4).sliding_windows == (None, None)
