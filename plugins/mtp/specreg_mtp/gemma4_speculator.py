@@ -29,6 +29,9 @@ class Gemma4Speculator(SpeculatorBase):
     pass stands at position P and sees the target's keys up to P. The first reads the newest token
     and the target's state of P; each further one the draft and the state that the pass before it
     gave. Nothing is written but drafts, so there is nothing to prefill and nothing to take back.
+
+    Attributes:
+        assistant: the loaded model; None before `load_model`.
     """
 
     def __init__(self, context: SpeculatorContext) -> None:
@@ -38,7 +41,7 @@ class Gemma4Speculator(SpeculatorBase):
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._states = torch.empty(0)
-        self._assistant: Assistant | None = None
+        self.assistant: Assistant | None = None
         self._shared: dict[str, SharedLayer] = {}
         self._suppressed: Tensor | None = None
         self._target: TargetView | None = None
@@ -62,15 +65,15 @@ class Gemma4Speculator(SpeculatorBase):
                 )
         self._shared = shared_layers(config, target.config)
         self._suppressed = suppressed_tokens(context.draft_path, config.vocab_size, context.device)
-        self._assistant, self._target = assistant, target
+        self.assistant, self._target = assistant, target
         self._states = torch.zeros(
             len(self._slots), config.backbone_size, dtype=context.dtype, device=context.device
         )
 
     def weight_bytes(self) -> int:
         """Bytes of the assistant; the embedding is the target's."""
-        assert self._assistant is not None
-        return module_bytes(self._assistant)
+        assert self.assistant is not None
+        return module_bytes(self.assistant)
 
     def prepare(self, inputs: ProposeInputs) -> None:
         """Keep what the last valid row of each request holds."""
@@ -85,7 +88,7 @@ class Gemma4Speculator(SpeculatorBase):
 
     def draft(self, num_reqs_padded: int) -> DraftOutput:
         """Run K passes of one row a request."""
-        assert self._assistant is not None
+        assert self.assistant is not None
         assert self._target is not None
         assert self.sampler is not None
         slots, last, token_ids, states = (
@@ -97,10 +100,10 @@ class Gemma4Speculator(SpeculatorBase):
             slots.masked_fill(is_beyond, -1), last, tuple(range(num_reqs_padded + 1))
         )
         kv = {kind: self._target.kv(layer.index) for kind, layer in self._shared.items()}
-        angles = self._assistant.angles(last)
+        angles = self.assistant.angles(last)
         drafts: list[Tensor] = []
         for step in range(self.num_speculative_tokens):
-            to_score, states = self._assistant(
+            to_score, states = self.assistant(
                 self._target.embed(token_ids), states, angles, rows, kv
             )
             drafts.append(self.sampler.sample(self.score(to_score), step, last + step + 2))
@@ -109,8 +112,8 @@ class Gemma4Speculator(SpeculatorBase):
 
     def score(self, to_score: Tensor) -> Tensor:
         """Logits `[n, vocab_size]` of `[n, hidden_size]` states, -inf for suppressed tokens."""
-        assert self._assistant is not None
-        logits = self._assistant.score(to_score)
+        assert self.assistant is not None
+        logits = self.assistant.score(to_score)
         if self._suppressed is None:
             return logits
         return logits.index_fill_(1, self._suppressed, -torch.inf)
