@@ -84,7 +84,7 @@ class DraftSampler:
         self.num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._fingerprint = Fingerprint(max_num_seqs * num_speculative_tokens, device)
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
-        self._temperature = torch.zeros(max_num_seqs, device=device)
+        self._temperature = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         # A row for each step, so that a step costs no launch to write down.
         steps = torch.arange(num_speculative_tokens, device=device)
@@ -168,6 +168,33 @@ class DraftSampler:
             greedy=self.greedy,
         )
 
+    def sample_block(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Draw all drafts of a proposal whose logits do not depend on each other's tokens.
+
+        One draw of all rows; under a watermarker, whose draws depend on the tokens before, a draw a
+        step.
+
+        Args:
+            logits: `[num_reqs, num_steps, width]`, steps from 0 on; floating point.
+            positions: int64 `[num_reqs, num_steps]`.
+
+        Returns:
+            int64 `[num_reqs, num_steps]`: as of `sample`.
+
+        Raises:
+            TensorError: more steps than a proposal has, and as of `sample`.
+        """
+        num_reqs, num_steps = positions.shape
+        if self._marked is not None:
+            drafts = [
+                self.sample(logits[:, step], step, positions[:, step]) for step in range(num_steps)
+            ]
+            return torch.stack(drafts, dim=1)
+        self._check_step(num_steps - 1)
+        steps = self._steps[:num_steps, :num_reqs].T.contiguous().flatten()
+        rows = logits.flatten(0, 1), steps, positions.contiguous().flatten()
+        return self.sample(*rows).view(num_reqs, num_steps)
+
     def sample_candidates(
         self, ids: Tensor, scores: Tensor, step: int | Tensor, positions: Tensor
     ) -> Tensor:
@@ -231,6 +258,11 @@ class DraftSampler:
     def _steps_of(self, step: int | Tensor, slots: Tensor) -> Tensor:
         if isinstance(step, Tensor):
             return step
+        self._check_step(step)
+        steps = self._steps[step, : len(slots)]
+        return steps if len(steps) == len(slots) else torch.full_like(slots, step)
+
+    def _check_step(self, step: int) -> None:
         if not 0 <= step < self.num_speculative_tokens:
             raise TensorError(
                 "a draft lies outside its proposal",
@@ -238,5 +270,3 @@ class DraftSampler:
                 got=f"{step}; allowed: 0 to {self.num_speculative_tokens - 1}",
                 fix="sample num_speculative_tokens drafts, counting from 0",
             )
-        steps = self._steps[step, : len(slots)]
-        return steps if len(steps) == len(slots) else torch.full_like(slots, step)

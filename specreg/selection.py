@@ -15,6 +15,7 @@ from specreg.discovery import BrokenPlugin, PluginSource, canonical
 from specreg.errors import (
     AmbiguousSpeculatorError,
     BrokenPluginError,
+    CheckpointError,
     ConfigError,
     PluginError,
     UnknownMethodError,
@@ -184,6 +185,8 @@ def _ask(spec: SpeculatorSpec, field: str, draft_config: DraftConfig) -> Any:
     """What a spec's function of the draft config answers."""
     try:
         return getattr(spec, field)(draft_config)
+    except CheckpointError:  # The draft config is at fault, not the plugin.
+        raise
     except Exception as error:
         raise PluginError(
             f"{field} of speculator {spec.name!r} failed",

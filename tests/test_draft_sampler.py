@@ -231,3 +231,26 @@ def test_sampling_before_a_proposal_has_begun_is_refused():
 def test_more_tokens_than_the_slots_can_have_are_not_hashed():
     with pytest.raises(TensorError, match="allowed: at most 15"):
         sampler_with().proposal_hash(torch.zeros(MAX_NUM_SEQS + 1, NUM_STEPS, dtype=torch.int64))
+
+
+def test_a_block_is_drawn_at_once_as_step_by_step():
+    slots, positions = [3, -1, 0], torch.tensor([[9, 10, 11], [0, 1, 2], [4, 5, 6]])
+    logits = logits_for(9).view(3, NUM_STEPS, VOCAB_SIZE)
+    at_once, one_by_one = sampler_with(Shard()), sampler_with(Shard())
+    begin(at_once, slots)
+    begin(one_by_one, slots)
+    drafts = at_once.sample_block(logits, positions)
+    steps = [
+        one_by_one.sample(logits[:, i], i, positions[:, i].contiguous()) for i in range(NUM_STEPS)
+    ]
+    assert torch.equal(drafts, torch.stack(steps, 1))
+    assert torch.equal(at_once.cache.logits, one_by_one.cache.logits)
+    assert torch.equal(at_once.cache.state, one_by_one.cache.state)
+
+
+def test_a_block_with_more_steps_than_the_proposal_is_refused():
+    sampler = sampler_with()
+    begin(sampler, [0])
+    shape = (1, NUM_STEPS + 1)
+    with pytest.raises(TensorError, match="a draft lies outside its proposal"):
+        sampler.sample_block(torch.zeros(*shape, VOCAB_SIZE), torch.zeros(shape, dtype=torch.int64))

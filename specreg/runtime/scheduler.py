@@ -168,10 +168,13 @@ class Scheduler:
         return row
 
     def _reserve(self, request: Request, row: ScheduledRow) -> bool:
-        """Blocks for what the step reads and for the positions that drafting writes behind it."""
+        """Blocks for what the step reads and for the positions that drafting writes behind it.
+
+        Those are the newest token's and K more: a block drafter has a row for each.
+        """
         num_positions = row.start + len(row.token_ids)
-        if row.num_logits:
-            num_positions += self.num_speculative_tokens
+        if row.num_logits and self.num_speculative_tokens:
+            num_positions += self.num_speculative_tokens + 1
         return self.blocks.ensure(request.slot, min(num_positions, self.max_model_len))
 
     def _preempt_newest(self) -> Request:

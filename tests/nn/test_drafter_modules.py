@@ -15,6 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from specreg.capabilities import KVLayerSpec
 from specreg.config_reader import ConfigReader
 from specreg.errors import CheckpointError
+from specreg.nn.attention import Attention
 from specreg.nn.decoder_layer import DecoderLayer
 from specreg.nn.mlp import activation
 from specreg.nn.norms import RMSNorm
@@ -170,3 +171,22 @@ def test_what_a_window_without_layer_types_means_depends_on_the_model() -> None:
     assert used.sliding_windows == (None, 4)
     assert shape(model_type="mistral", sliding_window=4).sliding_windows == (4, 4)
     assert shape(model_type="llama", sliding_window=4).sliding_windows == (None, None)
+
+
+def test_sinks_and_a_scale_of_values_join_attention() -> None:
+    plain = shape()
+    special = DecoderShape.read(ConfigReader(SIZES, "config.json"), has_sinks=True, value_scale=0.5)
+    bare, layer = Attention(plain, 0), filled(Attention(special, 0))
+    bare.load_state_dict({k: v for k, v in layer.state_dict().items() if k != "sinks"}, assign=True)
+    x, rotary = torch.randn(1, 32), plain.rotary(CPU)
+    rows = KVRows.causal(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    with_sink = layer(x, rotary(rows.positions), rows, pool(special.kv_specs))
+    # One key: its weight is 1 without a sink.
+    query, _ = layer.queries(x, rotary(rows.positions))
+    key, value = layer.keys_values(x, rotary(rows.positions))
+    score = (query.view(2, 2, 16) * key.view(2, 1, 16)).sum(-1).flatten() * 16**-0.5
+    weight = score.exp() / (score.exp() + layer.sinks.exp())
+    spread = value.view(2, 1, 16).expand(2, 2, 16).reshape(4, 16) * weight[:, None]
+    torch.testing.assert_close(with_sink, layer.o_proj(spread.flatten()[None]))
+    _, unscaled = bare.keys_values(x, rotary(rows.positions))
+    torch.testing.assert_close(value, 0.5 * unscaled)

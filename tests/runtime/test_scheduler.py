@@ -102,6 +102,18 @@ def test_no_draft_is_asked_for_that_could_not_be_emitted() -> None:
     assert (row.num_drafts, row.num_draft_tokens) == (2, 1)
 
 
+def test_a_request_has_blocks_for_its_newest_token_and_k_drafts_behind_it() -> None:
+    scheduler = make_scheduler(block_size=4, num_speculative_tokens=3)
+    scheduler.add(make_request(0, 4))
+    plan = scheduler.schedule()
+    # Positions 0 to 3 are read; drafting may write 4, which is the newest token's, to 7.
+    assert sum(len(blocks) for _, _, blocks in plan.blocks) == 2
+    scheduler.update(decide(plan, drafts=(31, 32, 33)))
+    plan = scheduler.schedule()
+    # Positions 4 to 7 are read; if all are accepted, drafting writes 8 to 11.
+    assert sum(len(blocks) for _, _, blocks in plan.blocks) == 1
+
+
 def test_a_full_pool_preempts_the_newest_request_which_then_carries_no_drafts() -> None:
     scheduler = make_scheduler(num_blocks=6, block_size=4, num_speculative_tokens=2)
     old, new = make_request(0, 6, max_tokens=12), make_request(1, 6, max_tokens=12)
