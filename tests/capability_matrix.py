@@ -167,8 +167,21 @@ class Named:
     exceptions: tuple[Row, ...] = ()
 
 
+BLOCK_DRAFTER: Mapping[str, Any] = MappingProxyType(
+    {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
+    }
+)
 REGISTERED: Mapping[str, Named] = MappingProxyType(
     {
+        "dflash": Named("dense", BLOCK_DRAFTER),
         "draft_model": Named("dense"),
         "gemma4": Named("dense", {"model_type": "gemma4_assistant"}),
         "ngram": Named("argmax only"),
