@@ -24,11 +24,11 @@ class SlotState:
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.temperature = torch.zeros(max_num_seqs, device=device)
+        self.temperature = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(max_num_seqs, device=device)
-        self.min_p = torch.zeros(max_num_seqs, device=device)
+        self.top_p = torch.ones(max_num_seqs, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.logprob_queries: dict[int, LogprobsQuery] = {}
         self._slots_with_cutoffs: set[int] = set()
 

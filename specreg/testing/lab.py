@@ -13,6 +13,7 @@ from specreg.registry import Selection
 from specreg.runtime.target import Target
 from specreg.testing.kit_watermark import with_watermarker
 from specreg.testing.rank_pool import RankPool
+from specreg.testing.rounding import Rounding, rounding_of
 from specreg.testing.settings import BLOCKS_PER_REQUEST, MAX_MODEL_LEN, Settings, engine_config
 from specreg.testing.subject import Subject
 from specreg.testing.turn_engine import Run, TurnEngine
@@ -31,6 +32,7 @@ class Lab:
         capabilities: what its speculator declares.
         selection: of its speculator.
         tps: numbers of ranks to prove it for.
+        rounding: what results of other shapes may differ in.
         notes: what checks keep for each other.
         pool: rank processes; its own, started when they are needed, unless one was given.
         max_model_len: of every engine.
@@ -48,6 +50,7 @@ class Lab:
     ) -> None:
         self.subject = subject
         self.tps = tps
+        self.rounding: Rounding = rounding_of(subject.dtype)
         self.registry = with_watermarker(subject.registry())
         model = subject.speculative.get("model")
         config = engine_config(subject, Settings(), "greedy").speculative

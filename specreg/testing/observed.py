@@ -144,13 +144,14 @@ class ObservedSpeculator:
         shape = (given.num_reqs, probe.num_steps)
         if wrong := _shape_errors(output, shape, probe.sampler.vocab_size):
             log.violate("output", wrong)
-            return DraftOutput(torch.full((inputs.num_reqs, probe.num_steps), -1))
+            missing = torch.full_like(inputs.last_sampled, -1)
+            return DraftOutput(missing[:, None].repeat(1, probe.num_steps))
         tokens = output.tokens
         log.violate("sync", self._detector.take())
         log.violate("kv", self._kv_errors(kv_before, given))
         if guard is not None:
             log.violate("bytes", guard.violations(given.sample_idx_mapping.tolist()))
-            log.violate("door", self._door_errors(given, tokens))
+            log.violate("door", self._door_errors(given, tokens.cpu()))
             log.violate("store", self._store_errors(given, guard.cache))
         self._record(inputs, tokens[own], probe.logits[own] if probe.num_calls else None)
         self._num_proposals += 1
@@ -171,8 +172,8 @@ class ObservedSpeculator:
     def _dropped(self, tokens: Tensor) -> Tensor:
         if self.twist is not Twist.DROPPED:
             return tokens
-        keep = torch.arange(len(tokens)) + self._num_proposals
-        steps = torch.arange(tokens.shape[1])
+        keep = torch.arange(len(tokens), device=tokens.device) + self._num_proposals
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
         return tokens.masked_fill(steps >= (keep % (tokens.shape[1] + 1)).unsqueeze(1), -1)
 
     def _door_errors(self, inputs: ProposeInputs, tokens: Tensor) -> list[str]:
@@ -180,7 +181,7 @@ class ObservedSpeculator:
         assert self._probe is not None
         if self.capabilities.fused_sampling is not FusedSampling.NONE:
             return []
-        samples = (inputs.sample_idx_mapping >= 0).unsqueeze(1)
+        samples = (inputs.sample_idx_mapping >= 0).unsqueeze(1).cpu()
         differs = samples & (tokens >= 0) & (tokens != self._probe.ids)
         lines = []
         for row, step in differs.nonzero().tolist()[:1]:
@@ -201,7 +202,7 @@ class ObservedSpeculator:
             if not cache.shard.owns(slot):
                 continue
             cells = cache.shard.row(slot)
-            stored = cache.state[cells] != CELL_EMPTY
+            stored = cache.state[cells].cpu() != CELL_EMPTY
             drawn = self._probe.ids[row] >= 0
             if not torch.equal(stored, drawn):
                 return [
@@ -264,20 +265,20 @@ class ObservedSpeculator:
                 if cache.shard.owns(slot):
                     row = cache.shard.row(slot)
                     cells[slot] = Cells(*(part[row].clone() for part in parts))
-        log.proposals.append(Proposal(keys, slots, tokens.clone(), logits, cells))
+        log.proposals.append(Proposal(keys, slots, tokens.cpu().clone(), logits, cells))
 
 
 def _kept_and_given(cache: DraftLogitsCache, row: int, full: Tensor) -> tuple[Tensor, Tensor]:
     """What a row holds, and what of the sampled logits `[steps, vocab_size]` it should hold."""
     kept = cache.logits[row]
     if cache.layout is DraftLogitsLayout.TOP_K and cache.ids is not None:
-        ids = cache.ids[row].long()
+        ids = cache.ids[row].long().cpu()
         given = full.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     elif cache.layout is DraftLogitsLayout.DRAFT_VOCAB and cache.target_ids is not None:
-        given = full[:, cache.target_ids]
+        given = full[:, cache.target_ids.cpu()]
     else:
         given = full[:, : kept.shape[1]]
-    return kept, given.to(kept.dtype)
+    return kept.cpu(), given.to(kept.dtype)
 
 
 def _shape_errors(output: object, shape: tuple[int, int], vocab_size: int) -> list[str]:

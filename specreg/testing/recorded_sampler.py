@@ -55,7 +55,7 @@ class RecordedRejectionSampler:
 
 
 def _distribution(logits: Tensor, temperature: float) -> Tensor:
-    logits = logits.float()
+    logits = logits.float().cpu()
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
     return (logits / temperature).softmax(0)

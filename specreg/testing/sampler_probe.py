@@ -48,14 +48,15 @@ class SamplerProbe:
         """A proposal for `num_reqs` batch rows starts."""
         self.num_calls = 0
         self.ids = torch.full((num_reqs, self.num_steps), -2)
-        self.logits = torch.full((num_reqs, self.num_steps, self.sampler.vocab_size), torch.nan)
+        shape = (num_reqs, self.num_steps, self.sampler.vocab_size)
+        self.logits = torch.full(shape, torch.nan, dtype=torch.float32)
 
     def _wrapped(
         self, method: Callable[..., Tensor], scatter: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
         def draw(*args: Any, **kwargs: Any) -> Tensor:
             ids = self._around(lambda: method(*args, **kwargs))
-            self._around(lambda: self._record(ids, scatter, *args, **kwargs))
+            self._around(lambda: self._record(ids.cpu(), scatter, *args, **kwargs))
             return ids
 
         return draw
@@ -65,6 +66,7 @@ class SamplerProbe:
     ) -> Tensor:
         names = ("ids", "scores") if scatter == self._candidates else ("logits",)
         given = dict(zip((*names, "step", "positions"), args, strict=False)) | kwargs
+        given = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
         full = scatter(*(given[name] for name in names))
         self.num_calls += 1
         num_reqs = max(1, len(self.ids))
@@ -79,15 +81,16 @@ class SamplerProbe:
     def _columns(self, logits: Tensor) -> Tensor:
         """Draft logits over the target's vocabulary."""
         vocab_size, target_ids = self.sampler.vocab_size, self.sampler.target_ids
-        full = torch.full((len(logits), vocab_size), -torch.inf)
+        full = torch.full((len(logits), vocab_size), -torch.inf, dtype=torch.float32)
         if target_ids is not None:
-            full[:, target_ids] = logits[:, : len(target_ids)].float()
+            full[:, target_ids.cpu()] = logits[:, : len(target_ids)].float()
             return full
         width = min(vocab_size, logits.shape[1])
         full[:, :width] = logits[:, :width].float()
         return full
 
     def _candidates(self, ids: Tensor, scores: Tensor) -> Tensor:
-        full = torch.full((len(ids), self.sampler.vocab_size), -torch.inf)
+        shape = (len(ids), self.sampler.vocab_size)
+        full = torch.full(shape, -torch.inf, dtype=torch.float32)
         scores = scores.float().masked_fill(ids < 0, -torch.inf)
         return full.scatter_reduce(1, ids.clamp(min=0).long(), scores, "amax")

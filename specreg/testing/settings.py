@@ -58,6 +58,9 @@ def engine_config(subject: Subject, settings: Settings, drafts: str) -> EngineCo
         "tensor_parallel_size": settings.tp,
         "enable_batch_sharded_sampling": settings.tp > 1,
         "draft_logits_sharding": settings.sharding,
+        "device": subject.device,
+        "dtype": subject.dtype,
+        "enforce_eager": True,  # What is observed waits for the device.
     }
     if not settings.is_baseline:
         config["draft_logits_layout"] = settings.layout

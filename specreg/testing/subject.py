@@ -32,6 +32,8 @@ class Subject:
         plugins: import strings `"module:object"` of plugins that are not installed; then these are
             the whole registry.
         optional_tensors: checkpoint tensors that may be missing, such as a head that is shared.
+        device: where it runs; ranks that take turns share it.
+        dtype: of weights and states; `"auto"` is the target checkpoint's own, fp32.
     """
 
     speculative: Mapping[str, Any]
@@ -39,6 +41,8 @@ class Subject:
     declared: Mapping[str, str] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     optional_tensors: tuple[str, ...] = ()
+    device: str = "cpu"
+    dtype: str = "auto"
 
     def registry(self) -> Registry:
         """Where the speculator is found.

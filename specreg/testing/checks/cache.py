@@ -81,7 +81,9 @@ def padding(lab: Lab) -> Iterator[Case]:
         settings = lab.plain(tp, twist=Twist.PADDED)
         run, plain = lab.run(settings, "pair"), lab.run(lab.plain(tp), "pair")
         problems = violations(run, "bytes", "door", "store", "kv", "output")
-        yield verdict(f"tp {tp}", problems + same_tokens(run, plain, num_rounded=1))
+        yield verdict(
+            f"tp {tp}", problems + same_tokens(run, plain, num_rounded=lab.rounding.num_requests)
+        )
 
 
 CHECKS = (

@@ -22,7 +22,6 @@ from specreg.testing.turn_engine import Run
 __all__ = ["CHECKS"]
 
 SIGMA = 5.0
-SMALLEST_GAP = 1e-4
 NUM_SLOTS_MANY = 97
 NUM_BATCHED_TOKENS = 1024
 # Of the call "many"; their joint law is enumerated, and what follows them is not looked at.
@@ -129,7 +128,7 @@ def _not_greedy(lab: Lab, run: Run, call: str) -> Iterator[str]:
         logits = _next_logits(lab, [[*prompts[prompt], *wanted[:at]]])[0]
         best = logits.topk(2).values
         gap = float(best[0] - best[1])
-        if gap >= SMALLEST_GAP:
+        if gap >= lab.rounding.smallest_gap:
             yield (
                 f"{call}: prompt {prompt} emits {got[at : at + 4]} at token {at}, the target alone "
                 f"{wanted[at : at + 4]}; its two best logits are {gap:.2g} apart"
@@ -147,7 +146,7 @@ def _joint(lab: Lab) -> Tensor:
             likely = (joint.flatten() > 0).nonzero().flatten()
             index = torch.stack(torch.unravel_index(likely, joint.shape), 1).tolist()
             probs = _next_logits(lab, [prompt + tokens for tokens in index]).softmax(1)
-            following = torch.zeros(vocab_size**length, vocab_size)
+            following = torch.zeros(vocab_size**length, vocab_size, dtype=torch.float32)
             following[likely] = probs
             joint = (joint.flatten().unsqueeze(1) * following).view(*joint.shape, vocab_size)
         lab.notes[key] = joint

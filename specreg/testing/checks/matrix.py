@@ -22,11 +22,6 @@ __all__ = [
     "violations",
 ]
 
-# Rounding may move one draw in a great many across its boundary, and then its request goes another
-# way: forward passes of other shapes differ in the last bits. A fault moves most requests.
-NUM_ROUNDED_REQUESTS = 1
-SHARE_ROUNDED_DRAFTS = 0.02
-
 
 def combinations(lab: Lab) -> Iterator[Settings]:
     """Every tp with every layout and every lossless rejection method; sharded where tp > 1."""

@@ -8,8 +8,6 @@ import torch
 
 from specreg.ownership import owner_of
 from specreg.testing.checks.matrix import (
-    NUM_ROUNDED_REQUESTS,
-    SHARE_ROUNDED_DRAFTS,
     combinations,
     compare_drafts,
     each,
@@ -29,12 +27,12 @@ CHUNK = 9
 ALL_KINDS = ("bytes", "door", "store", "kv", "output")
 
 
-def _like(run: Run, reference: Run) -> list[str]:
+def _like(lab: Lab, run: Run, reference: Run) -> list[str]:
     """Tokens and drafts of runs whose forward passes have other shapes."""
     return [
         *violations(run, *ALL_KINDS),
-        *same_tokens(run, reference, num_rounded=NUM_ROUNDED_REQUESTS),
-        *compare_drafts(run, reference, share_rounded=SHARE_ROUNDED_DRAFTS),
+        *same_tokens(run, reference, num_rounded=lab.rounding.num_requests),
+        *compare_drafts(run, reference, share_rounded=lab.rounding.share_drafts),
     ]
 
 
@@ -56,7 +54,7 @@ def chunked(lab: Lab) -> Iterator[Case]:
     """A prompt read in pieces drafts as one read whole."""
 
     def problems(settings: Settings) -> list[str]:
-        return _like(lab.run(settings, "mixed"), lab.run(lab.plain(settings.tp), "mixed"))
+        return _like(lab, lab.run(settings, "mixed"), lab.run(lab.plain(settings.tp), "mixed"))
 
     yield from each(lab, (lab.plain(tp, chunk=CHUNK) for tp in lab.tps), problems)
 
@@ -74,7 +72,7 @@ def preempted(lab: Lab) -> Iterator[Case]:
         elif tp > 1 and not _changes_of_owner(run, tp):
             yield not_run(f"tp {tp}", "who was preempted came back to the same owner")
         else:
-            yield verdict(f"tp {tp}", _like(run, lab.run(lab.plain(tp), "crowded")))
+            yield verdict(f"tp {tp}", _like(lab, run, lab.run(lab.plain(tp), "crowded")))
 
 
 def _changes_of_owner(run: Run, tp: int) -> int:
@@ -117,10 +115,10 @@ def seeds_and_batch(lab: Lab) -> Iterator[Case]:
         settings = lab.plain(tp)
         mixed, alone = lab.run(settings, "mixed"), lab.run(settings, "alone")
         lines = [] if alone.tokens[0] == mixed.tokens[3] else ["another output than in a batch"]
-        lines += compare_drafts(alone, mixed, share_rounded=SHARE_ROUNDED_DRAFTS)
+        lines += compare_drafts(alone, mixed, share_rounded=lab.rounding.share_drafts)
         yield verdict(f"tp {tp}, alone and in a batch", lines)
         turned = lab.run(lab.plain(tp, twist=Twist.REVERSED), "mixed")
-        yield verdict(f"tp {tp}, rows in reverse order", _like(turned, mixed))
+        yield verdict(f"tp {tp}, rows in reverse order", _like(lab, turned, mixed))
 
 
 def seeds_and_ranks(lab: Lab) -> Iterator[Case]:
@@ -131,7 +129,9 @@ def seeds_and_ranks(lab: Lab) -> Iterator[Case]:
         return
     reference = lab.run(lab.plain(first), "mixed")
     for tp in others:
-        yield verdict(f"tp {tp} as tp {first}", _like(lab.run(lab.plain(tp), "mixed"), reference))
+        yield verdict(
+            f"tp {tp} as tp {first}", _like(lab, lab.run(lab.plain(tp), "mixed"), reference)
+        )
 
 
 def layouts(lab: Lab) -> Iterator[Case]:
