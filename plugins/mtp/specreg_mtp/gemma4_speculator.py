@@ -32,6 +32,7 @@ class Gemma4Speculator(SpeculatorBase):
 
     Attributes:
         assistant: the loaded model; None before `load_model`.
+        shared_layers: the target's layer that each of its layer types reads.
     """
 
     def __init__(self, context: SpeculatorContext) -> None:
@@ -42,7 +43,7 @@ class Gemma4Speculator(SpeculatorBase):
         self._token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._states = torch.empty(0)
         self.assistant: Assistant | None = None
-        self._shared: dict[str, SharedLayer] = {}
+        self.shared_layers: dict[str, SharedLayer] = {}
         self._suppressed: Tensor | None = None
         self._target: TargetView | None = None
 
@@ -63,7 +64,7 @@ class Gemma4Speculator(SpeculatorBase):
                     got=f"{own}; allowed: the target's {wanted}",
                     fix="use the assistant that was trained for this target",
                 )
-        self._shared = shared_layers(config, target.config)
+        self.shared_layers = shared_layers(config, target.config)
         self._suppressed = suppressed_tokens(context.draft_path, config.vocab_size, context.device)
         self.assistant, self._target = assistant, target
         self._states = torch.zeros(
@@ -99,7 +100,7 @@ class Gemma4Speculator(SpeculatorBase):
         rows = KVRows.causal(
             slots.masked_fill(is_beyond, -1), last, tuple(range(num_reqs_padded + 1))
         )
-        kv = {kind: self._target.kv(layer.index) for kind, layer in self._shared.items()}
+        kv = {kind: self._target.kv(layer.index) for kind, layer in self.shared_layers.items()}
         angles = self.assistant.angles(last)
         drafts: list[Tensor] = []
         for step in range(self.num_speculative_tokens):
