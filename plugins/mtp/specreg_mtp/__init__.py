@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from specreg.plugin import SpeculatorSpec, hookimpl
 from specreg_mtp.gemma4 import GEMMA4
+from specreg_mtp.specs import MTP, MULTI_MODULE_MTP
 
 __all__ = ["specreg_speculators"]
 
 
 @hookimpl
 def specreg_speculators() -> list[SpeculatorSpec]:
-    return [GEMMA4]
+    return [MTP, MULTI_MODULE_MTP, GEMMA4]
