@@ -185,5 +185,6 @@ REGISTERED: Mapping[str, Named] = MappingProxyType(
         "draft_model": Named("dense"),
         "gemma4": Named("dense", {"model_type": "gemma4_assistant"}),
         "ngram": Named("argmax only"),
+        "xpress": Named("argmax only", {**BLOCK_DRAFTER, "architectures": ["Qwen3XPressModel"]}),
     }
 )
