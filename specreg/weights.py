@@ -17,6 +17,8 @@ __all__ = ["Ignored", "load_weights", "module_bytes"]
 
 logger = logging.getLogger(__name__)
 
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Ignored:
@@ -52,8 +54,8 @@ def load_weights(
         dtype, device: of the loaded parameters.
 
     Raises:
-        CheckpointError: a tensor that nothing reads, two for one parameter, another shape, or a
-            parameter without a tensor; it names them.
+        CheckpointError: a tensor that nothing reads, two for one parameter, another shape, one in a
+            quantised dtype, or a parameter without a tensor; it names them.
     """
     state = module.state_dict(keep_vars=True)
     absent = absent or {}
@@ -84,7 +86,14 @@ def load_weights(
                 "a tensor of the checkpoint has another shape than its config says",
                 f"{name!r} {list(checkpoint.shape(name))}; allowed: {list(state[key].shape)}",
             )
-        found[key] = _as(checkpoint.load(name, device=device), state[key], dtype)
+        tensor = checkpoint.load(name, device=device)
+        if state[key].is_floating_point() and tensor.dtype not in PLAIN_DTYPES:
+            raise _error(
+                checkpoint,
+                "a tensor of the checkpoint is quantised, and nothing dequantises it",
+                f"{name!r} in {tensor.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}",
+            )
+        found[key] = _as(tensor, state[key], dtype)
     if missing := sorted(state.keys() - found.keys() - absent.keys()):
         shapes = ", ".join(f"{name} {list(state[name].shape)}" for name in missing[:5])
         raise _error(

@@ -63,6 +63,10 @@ class GoldenCase:
         """A tensor of a round, counted from 1; of the case itself for round 0."""
         return self._tensors[f"round{round_index}.{name}" if round_index else name]
 
+    def has(self, round_index: int, name: str) -> bool:
+        """Whether a round has a tensor of this name."""
+        return f"round{round_index}.{name}" in self._tensors
+
     def integer(self, round_index: int, name: str) -> int:
         """A scalar of a round."""
         return int(self.tensor(round_index, name))

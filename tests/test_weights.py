@@ -49,6 +49,13 @@ def test_tensors_land_under_their_new_names_in_the_wanted_dtype(tmp_path):
     assert module_bytes(head) == 2 * (8 + 6) + 8 * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_tensor_is_refused(tmp_path, dtype):
+    quantised = {**FULL, "lm_head.weight": FULL["lm_head.weight"].to(dtype)}
+    with pytest.raises(CheckpointError, match="'lm_head.weight' in torch"):
+        load(tmp_path, quantised)
+
+
 def test_a_parameter_that_may_be_absent_stays_without_memory(tmp_path):
     tensors = {name: FULL[name] for name in ("fc.weight", "d2t")}
     head = load(tmp_path, tensors, absent={"lm_head.weight": "shared with the target"})

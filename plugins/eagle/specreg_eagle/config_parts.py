@@ -75,6 +75,8 @@ def reduced_vocab_size(config: Mapping[str, Any], where: str) -> int | None:
     parts = ConfigParts.of(config, where)
     reduced = parts.head.integer("draft_vocab_size", None)
     if reduced is None:
+        reduced = parts.head.integer("truncated_vocab_size", None)
+    if reduced is None:
         return None
     vocab_size = parts.decoder.integer("vocab_size", None)
     return reduced if vocab_size is None or reduced < vocab_size else None

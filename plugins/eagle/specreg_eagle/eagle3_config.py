@@ -39,8 +39,8 @@ class Eagle3Config:
         fc_norm: a norm over each state precedes it.
         norm_output: the normalised output is fed back, not the stream before it.
         logit_scale: factor on the logits.
-        has_attention_bias: whether queries, keys and values have one; None where the config does not
-            say.
+        has_attention_bias: whether queries, keys and values have a bias; None where the config does
+            not say.
         mask_token_id: token of the rows that stand for drafts; None for a head without them.
         is_residual_norm_assumed: `norm_before_residual` is absent where readers differ about it.
     """
@@ -88,8 +88,7 @@ class Eagle3Config:
             where=where,
             shape=shape,
             vocab_size=vocab_size,
-            draft_vocab_size=head.integer("draft_vocab_size", None)
-            or head.integer("truncated_vocab_size", vocab_size),
+            draft_vocab_size=_draft_vocab_size(head) or vocab_size,
             target_hidden_size=head.integer("target_hidden_size", shape.hidden_size),
             uses_aux_states=uses_aux,
             stated_aux_ids=stated_aux_layer_ids(head) if uses_aux else None,
@@ -114,6 +113,11 @@ class Eagle3Config:
                 self.norm_before_residual,
             )
         self.reader.report()
+
+
+def _draft_vocab_size(config: ConfigReader) -> int | None:
+    nested = config.integer("truncated_vocab_size", None)
+    return config.integer("draft_vocab_size", None) or nested
 
 
 def _num_aux_states(config: ConfigReader) -> int | None:

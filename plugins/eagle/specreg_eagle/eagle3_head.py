@@ -45,9 +45,8 @@ class Fusion(nn.Module):
         states = self.input_norm(states)
         if len(self.fc_norm) > 0:
             parts = states.chunk(self.num_states, dim=-1)
-            states = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
-            )
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            states = torch.cat(normed, dim=-1)
         fused: Tensor = self.fc(states)
         return fused
 

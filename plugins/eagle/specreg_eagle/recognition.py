@@ -86,7 +86,7 @@ def is_parallel(config: DraftConfig) -> bool:
     It says so by its name, or by a mask token. A `speculators` config always says it by its name.
     """
     if "speculators_model_type" in config:
-        return config["speculators_model_type"] == "peagle"
+        return bool(config["speculators_model_type"] == "peagle")
     if not is_eagle3(config):
         return False
     return bool(set(architectures_of(config)) & set(PARALLEL)) or any(

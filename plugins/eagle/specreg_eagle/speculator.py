@@ -96,9 +96,9 @@ class ParallelEagleSpeculator(EagleSpeculator):
             live = torch.where(read[:, 1:] < limit, slots[:, None], -1).flatten()
             rows = KVRows.causal(live, positions, tuple(range(0, num_rows + 1, num_drafts - 1)))
             masks = self.run(self._mask_ids[:num_rows], self._mask_state.expand(num_rows, -1), rows)
-            to_score = masks.to_score.unflatten(0, (num_reqs_padded, num_drafts - 1))
+            to_score = masks.to_score.view(num_reqs_padded, num_drafts - 1, -1)
             states = torch.cat([states, to_score], dim=1)
-        logits = self.score(states.flatten(0, 1)).unflatten(0, (num_reqs_padded, num_drafts))
+        logits = self.score(states.flatten(0, 1)).view(num_reqs_padded, num_drafts, -1)
         drafts = [
             self.sampler.sample(logits[:, step], step, last + step + 2)
             for step in range(num_drafts)
