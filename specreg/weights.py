@@ -37,6 +37,7 @@ def load_weights(
     rename: Callable[[str], str | Ignored | None],
     *,
     absent: Mapping[str, str] | None = None,
+    file_name: Callable[[str], str] = str,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
@@ -51,6 +52,7 @@ def load_weights(
         rename: from a name in the file to one of the state dict; `Ignored` for a tensor that is
             not needed; None for one that belongs to somebody else, such as the target.
         absent: names of the state dict that the file may lack, each with the reason.
+        file_name: from a name of the state dict to the file's, for errors.
         dtype, device: of the loaded parameters.
 
     Raises:
@@ -95,7 +97,7 @@ def load_weights(
             )
         found[key] = _as(tensor, state[key], dtype)
     if missing := sorted(state.keys() - found.keys() - absent.keys()):
-        shapes = ", ".join(f"{name} {list(state[name].shape)}" for name in missing[:5])
+        shapes = ", ".join(f"{file_name(name)} {list(state[name].shape)}" for name in missing[:5])
         raise _error(
             checkpoint,
             "the checkpoint does not fill every parameter of the drafter",

@@ -252,7 +252,7 @@ class ObservedSpeculator:
         for row, slot in enumerate(slots):
             end = inputs.query_start_loc[row + 1] - 1 - int(inputs.num_rejected[row])
             position = int(inputs.positions[end]) + 2
-            newest = int(inputs.last_sampled[row])
+            newest = (int(inputs.input_ids[end]), int(inputs.last_sampled[row]))
             is_live = slot >= 0
             keys.append(Key(int(inputs.seeds[slot]), position, newest) if is_live else None)
             if is_live:

@@ -16,12 +16,13 @@ class Key(NamedTuple):
     Attributes:
         seed: of the request; no two requests of a call share one.
         position: of the first draft.
-        newest: the token before it.
+        newest: the two tokens before it. A request that went another way can be at the same
+            position with the same token.
     """
 
     seed: int
     position: int
-    newest: int
+    newest: tuple[int, int]
 
 
 class Cells(NamedTuple):

@@ -115,6 +115,7 @@ class MTPCheckpoint:
             self.file,
             self._rename,
             absent=absent,
+            file_name=self._file_name,
             dtype=context.dtype,
             device=context.device,
         )
@@ -209,6 +210,13 @@ class MTPCheckpoint:
         if tensor.part == "head" and self._is_the_targets_head(name):
             return Ignored("a copy of the target's head")
         return f"steps.{index}.{tensor.part}.{tensor.rest}"
+
+    def _file_name(self, key: str) -> str:
+        """What a parameter would be called in the file."""
+        if not key.startswith("steps."):
+            return key.removeprefix("ends.")
+        _, index, part, rest = key.split(".", 3)
+        return self.names.write(int(index), part, rest)
 
     @cached_property
     def _target_head(self) -> torch.Tensor | None:

@@ -91,7 +91,7 @@ class MultiModuleSpeculator(SpeculatorBase):
                 newest = torch.where(known >= 0, known, drafts[-1].clamp(min=0))
                 ids = torch.cat((ids[:, 1:], newest[:, None]), dim=1)
             given = self.drafter.run(step, ids.flatten(), states, rows, self.kv)
-            to_score = given.to_score.unflatten(0, (n, window.width))[:, -1]
+            to_score = given.to_score[window.width - 1 :: window.width]
             logits = self.drafter.score(step, to_score)
             drafts.append(self.sampler.sample(logits, step, last + step + 2))
             states = given.to_feed

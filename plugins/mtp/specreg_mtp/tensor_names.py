@@ -66,6 +66,14 @@ class TensorNames:
                 return ModuleTensor(number, part, self._own(rest) if part == "layer" else rest)
         return None
 
+    def write(self, module: int, part: str, rest: str) -> str:
+        """The name of a tensor, as `read` reads it."""
+        for theirs, own in self.convention.layer_names.items():
+            if part == "layer" and rest.startswith(f"{own}."):
+                rest = theirs + rest.removeprefix(own)
+        stem = self.convention.names[part].format(i=module, n=self.num_target_layers + module)
+        return f"{stem}.{rest}"
+
     def modules(self, names: Iterable[str]) -> tuple[int, ...]:
         """Numbers of the modules that have tensors among `names`."""
         read = [tensor for name in names if (tensor := self.read(name)) is not None]
