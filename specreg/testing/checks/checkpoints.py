@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,26 +101,19 @@ def _refusal(
             yield f"it loads, and no {'warning' if may_warn else 'error or warning'} names {name}"
 
 
-class _changed:
+@contextmanager
+def _changed(lab: Lab, source: Path, change: Change) -> Iterator[Lab]:
     """A copy of the checkpoint with a change, for as long as the context lasts."""
-
-    def __init__(self, lab: Lab, source: Path, change: Change) -> None:
-        self._lab, self._source, self._change = lab, source, change
-        self._folder = tempfile.TemporaryDirectory()
-
-    def __enter__(self) -> Lab:
-        directory = Path(self._folder.name, "draft")
-        shutil.copytree(self._source, directory)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder, "draft")
+        shutil.copytree(source, directory)
         weights = load_file(directory / WEIGHTS)
         config = json.loads((directory / CONFIG).read_text())
-        self._change(weights, config)
+        change(weights, config)
         save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
         (directory / CONFIG).write_text(json.dumps(config))
-        speculative = {**self._lab.subject.speculative, "model": str(directory)}
-        return Lab(replace(self._lab.subject, speculative=speculative), self._lab.tps)
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
+        speculative = {**lab.subject.speculative, "model": str(directory)}
+        yield Lab(replace(lab.subject, speculative=speculative), lab.tps)
 
 
 def _remove(name: str, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
