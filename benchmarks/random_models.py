@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 # Standard deviations. Embeddings outweigh what single layers add, so the first layers of the model
 # resemble all of it; the head makes logits that are neither flat nor one-hot.
-EMBEDDING_SPREAD = 1.0
+EMBEDDING_SPREAD = 2.0
 LAYER_SPREAD = 0.02
 LOGITS_SPREAD = 2.0
 

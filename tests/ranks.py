@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from specreg.runtime.engine import Engine
+from specreg.runtime.model_runner import ModelRunner
+from specreg.runtime.outputs import GenerateOutputs
+from specreg.runtime.step import StepPlan
 from specreg.runtime.tensor_parallel import TensorParallel
+from specreg.sampling_params import SamplingParams
 
-__all__ = ["run_ranks"]
+__all__ = ["generate", "run_ranks"]
 
 TIMEOUT_SECONDS = 120
 
@@ -46,6 +52,35 @@ def run_ranks(
     for rank, (is_ok, result) in enumerate(results):
         assert is_ok, f"rank {rank}:\n{result}"
     return [result for _, result in results]
+
+
+class _Peers:
+    """What an engine asks of its group of ranks, when something else has started these."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp, self.size = tp, tp.size
+
+    def begin_run(self) -> None:
+        """The others wait for plans already."""
+
+    def explaining_failures(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Whoever has started the group closes it."""
+
+
+def generate(
+    runner: ModelRunner, prompts: Sequence[str], params: Sequence[SamplingParams]
+) -> GenerateOutputs | None:
+    """Run the prompts on all ranks, each of which calls this; outputs on rank 0."""
+    tp = runner.models.tp
+    if tp.rank == 0:
+        peers: Any = _Peers(tp)
+        return Engine(runner.models.config, peers, runner).generate(prompts, params)
+    while payload := tp.broadcast_bytes(None):
+        runner.execute(StepPlan.from_bytes(payload))
+    return None
 
 
 def _receive(receiver: Connection) -> tuple[bool, Any]:

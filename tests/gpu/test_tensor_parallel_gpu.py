@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import generate, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -39,11 +41,17 @@ pytestmark = [
 
 K = 3
 SECONDS_TO_NOTICE = 20
+ALLOCATOR_BLOCK = 2**21
 PROMPTS = ["hello world", "a", "The quick brown fox", "(1, 2, 3)", "x = y"]
 # Slots go to the ranks in turn: rank 1 owns the second and the fourth, which end first.
 UNEVEN = [
     SamplingParams(max_tokens=length, temperature=temperature, seed=length, ignore_eos=True)
     for length, temperature in [(30, 0.8), (3, 0.0), (27, 1.3), (4, 1.0), (40, 0.5)]
+]
+# Cut-offs keep the second rank's requests out of its graphs, and the first's in theirs.
+CUT_OFF = [
+    SamplingParams(max_tokens=20, temperature=1.0, seed=i, top_k=5 * (i % 2), ignore_eos=True)
+    for i in range(len(PROMPTS))
 ]
 
 
@@ -80,62 +88,89 @@ ARMS: dict[str, dict[str, Any]] = {
     "replicated": {"draft_logits_sharding": "off"},
     "sharded": {"draft_logits_sharding": "require"},
 }
+SIZES = (1, 2, 4, 8, 64)
 
 
-def test_arms_and_graphs_change_no_token_and_no_collective_with_uneven_and_idle_owners(
-    models: tuple[Path, Path],
+def measure_arm(tp: TensorParallel, **config: Any) -> dict[str, Any]:
+    """Tokens, collectives, graphs and bytes of one arm, seen by this rank."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    models = Path(os.environ["TP_TARGET"]), Path(os.environ["TP_DRAFT"])
+    config |= {"max_num_seqs": 64, "cuda_graph_sizes": SIZES}
+    with contextlib.closing(ModelRunner(load_models(config_of(models, **config), tp))) as runner:
+        assert runner.proposer is not None
+        assert runner.padded_verifier is not None
+        outputs = [generate(runner, PROMPTS, params) for params in (UNEVEN, UNEVEN, CUT_OFF)]
+        plan = runner.models.drafting.plan  # type: ignore[union-attr]
+        return {
+            "draft_sizes": runner.proposer.draft.captured_sizes,
+            "verification_sizes": runner.padded_verifier.decide.captured_sizes,
+            "tokens": [[request.token_ids for request in run] for run in outputs if run],
+            "collectives": [
+                (run.stats.num_collectives, run.stats.num_collective_bytes)
+                for run in outputs
+                if run
+            ],
+            "acceptance_length": outputs[0].stats.acceptance_length if outputs[0] else None,
+            "peak": torch.cuda.max_memory_allocated(),
+            "planned": plan.bytes_per_rank + plan.side_bytes_per_rank,
+        }
+
+
+def measure_arms(tp: TensorParallel) -> dict[tuple[str, bool], dict[str, Any]]:
+    """By arm, and whether it is eager."""
+    return {
+        (arm, is_eager): measure_arm(tp, enforce_eager=is_eager, **ARMS[arm])
+        for arm in ARMS
+        for is_eager in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def arms(models: tuple[Path, Path]) -> list[dict[tuple[str, bool], dict[str, Any]]]:
+    """What each rank measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_TARGET", str(models[0]))
+        patch.setenv("TP_DRAFT", str(models[1]))
+        return run_ranks(2, measure_arms, "cuda")
+
+
+def test_every_size_is_captured_for_drafting_and_for_as_many_requests_as_a_rank_verifies(
+    arms: Any,
 ) -> None:
-    outputs = {}
-    for arm, is_eager in [(arm, is_eager) for arm in ARMS for is_eager in (False, True)]:
-        with Engine.from_config(config_of(models, enforce_eager=is_eager, **ARMS[arm])) as engine:
-            runner = engine._core._runner
-            captured = runner.proposer.draft.captured_sizes  # type: ignore[union-attr]
-            decided = runner.padded_verifier.decide.captured_sizes  # type: ignore[union-attr]
-            owned = (1, 2, 4) if arm != "base" else (1, 2, 4, 8)
-            assert (captured, decided) == (((), ()) if is_eager else ((1, 2, 4, 8), owned))
-            first, again = (engine.generate(PROMPTS, UNEVEN) for _ in range(2))
-        tokens = [output.token_ids for output in first]
-        assert [len(row) for row in tokens] == [30, 3, 27, 4, 40]
-        assert [output.token_ids for output in again] == tokens
-        stats = first.stats
-        outputs[arm, is_eager] = tokens, stats.num_collectives, stats.num_collective_bytes
-        assert stats.acceptance_length > 1.2
+    for rank in arms:
+        for (arm, is_eager), result in rank.items():
+            owned = SIZES if arm == "base" else (1, 2, 4, 8, 32)
+            assert result["draft_sizes"] == (() if is_eager else SIZES)
+            assert result["verification_sizes"] == (() if is_eager else owned)
+
+
+def test_graphs_change_no_token_and_no_collective_with_uneven_and_idle_owners(arms: Any) -> None:
     for arm in ARMS:
-        assert outputs[arm, True] == outputs[arm, False]
-    assert outputs["sharded", False] == outputs["replicated", False]
+        graphed, eager = arms[0][arm, False], arms[0][arm, True]
+        assert graphed["tokens"] == eager["tokens"]
+        assert graphed["collectives"] == eager["collectives"]
+        assert [len(row) for row in graphed["tokens"][0]] == [30, 3, 27, 4, 40]
+        assert graphed["tokens"][0] == graphed["tokens"][1]
+        assert graphed["acceptance_length"] > 1.2
 
 
-def test_cut_offs_of_one_owner_run_beside_the_graphs_of_the_other(
-    models: tuple[Path, Path],
-) -> None:
-    params = [
-        SamplingParams(max_tokens=20, temperature=1.0, seed=i, top_k=5 * (i % 2), ignore_eos=True)
-        for i in range(len(PROMPTS))
-    ]
-    results = []
-    for is_eager in (True, False):
-        with Engine.from_config(config_of(models, enforce_eager=is_eager)) as engine:
-            results.append([output.token_ids for output in engine.generate(PROMPTS, params)])
-    assert results[0] == results[1]
+def test_sharding_the_cache_changes_no_token_and_no_collective(arms: Any) -> None:
+    for is_eager in (False, True):
+        replicated, sharded = (arms[0][arm, is_eager] for arm in ("replicated", "sharded"))
+        assert sharded["tokens"] == replicated["tokens"]
+        assert sharded["collectives"] == replicated["collectives"]
 
 
-def test_sharding_frees_what_the_plan_says(models: tuple[Path, Path]) -> None:
-    results = {}
-    for sharding in ("off", "auto"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        config = config_of(models, draft_logits_sharding=sharding, max_num_seqs=64)
-        with Engine.from_config(config) as engine:
-            outputs = [output.token_ids for output in engine.generate(PROMPTS, UNEVEN)]
-            plan = engine.plan
-            peak = torch.cuda.max_memory_allocated()
-        assert plan is not None
-        results[sharding] = outputs, peak, plan.bytes_per_rank + plan.side_bytes_per_rank
-        del engine
-    (off_tokens, off_peak, off_planned), (tokens, peak, planned) = results.values()
-    assert tokens == off_tokens
-    assert off_planned - planned > 2**23
-    assert abs(off_peak - peak - (off_planned - planned)) <= 2**21
+def test_sharding_frees_on_every_rank_what_the_plan_says(arms: Any) -> None:
+    for rank in arms:
+        for is_eager in (False, True):
+            replicated, sharded = (rank[arm, is_eager] for arm in ("replicated", "sharded"))
+            freed = replicated["planned"] - sharded["planned"]
+            assert freed > 2**23
+            assert abs(replicated["peak"] - sharded["peak"] - freed) <= ALLOCATOR_BLOCK
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
@@ -169,7 +204,7 @@ from specreg.config import EngineConfig
 from specreg.runtime.engine import Engine
 from specreg.sampling_params import SamplingParams
 engine = Engine.from_config(EngineConfig.model_validate_json(sys.argv[1]))
-print(engine.process_ids[0], flush=True)
+print("worker", engine.process_ids[0], flush=True)
 params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 60)]
 end = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 engine.generate(["abc", "hello world"], params, on_finish=end)
@@ -182,7 +217,8 @@ def test_no_rank_outlives_the_first(models: tuple[Path, Path]) -> None:
         [sys.executable, "-c", DOOMED, config], stdout=subprocess.PIPE, text=True
     )
     assert first.stdout is not None
-    worker = int(first.stdout.readline())
+    said = next(line for line in first.stdout if line.startswith("worker"))  # NCCL prints, too
+    worker = int(said.split()[1])
     assert first.wait(60) == -signal.SIGKILL
     ended_by = time.monotonic() + SECONDS_TO_NOTICE
     while _is_alive(worker) and time.monotonic() < ended_by:
