@@ -83,6 +83,7 @@ class ObservedSpeculator:
         self._probe: SamplerProbe | None = None
         self._detector = HostSyncDetector()
         self._num_proposals = 0
+        self._tokens: dict[int, list[int]] = {}
 
     @property
     def spec(self) -> SpeculatorSpec:
@@ -245,16 +246,24 @@ class ObservedSpeculator:
                 ]
         return []
 
+    def _read(self, inputs: ProposeInputs) -> None:
+        """Keep the tokens that the target has read of each slot, those rejected left out."""
+        input_ids, starts = inputs.input_ids.tolist(), inputs.query_start_loc
+        for row, slot in enumerate(inputs.idx_mapping.tolist()):
+            end = starts[row + 1] - int(inputs.num_rejected[row])
+            before = self._tokens.get(slot, [])[: int(inputs.positions[starts[row]])]
+            self._tokens[slot] = [*before, *input_ids[starts[row] : end]]
+
     def _record(self, inputs: ProposeInputs, tokens: Tensor, logits: Tensor | None) -> None:
         log, guard = self._log(), self._guard
         slots = inputs.sample_idx_mapping.tolist()
+        self._read(inputs)
         keys: list[Key | None] = []
         for row, slot in enumerate(slots):
-            end = inputs.query_start_loc[row + 1] - 1 - int(inputs.num_rejected[row])
-            position = int(inputs.positions[end]) + 2
-            newest = (int(inputs.input_ids[end]), int(inputs.last_sampled[row]))
             is_live = slot >= 0
-            keys.append(Key(int(inputs.seeds[slot]), position, newest) if is_live else None)
+            read = self._tokens.get(slot, [])
+            tokens_so_far = (*read, int(inputs.last_sampled[row]))
+            keys.append(Key(int(inputs.seeds[slot]), tokens_so_far) if is_live else None)
             if is_live:
                 log.newest_logits[slot] = None if logits is None else logits[row, 0].clone()
         cells = {}

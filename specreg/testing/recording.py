@@ -15,14 +15,16 @@ class Key(NamedTuple):
 
     Attributes:
         seed: of the request; no two requests of a call share one.
-        position: of the first draft.
-        newest: the two tokens before it. A request that went another way can be at the same
-            position with the same token.
+        tokens: that the request has so far: what the proposal may depend on.
     """
 
     seed: int
-    position: int
-    newest: tuple[int, int]
+    tokens: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        """Of the first draft."""
+        return len(self.tokens)
 
 
 class Cells(NamedTuple):

@@ -78,7 +78,7 @@ def same_tokens(run: Run, reference: Run, *, num_rounded: int = 0) -> list[str]:
 
 
 def compare_drafts(run: Run, reference: Run, *, share_rounded: float = 0.0) -> list[str]:
-    """Proposals for the same request at the same position and token that differ.
+    """Proposals for the same request after the same tokens that differ.
 
     Args:
         run, reference: to compare; proposals that only one of them has are left out.
