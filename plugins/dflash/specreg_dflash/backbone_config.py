@@ -78,8 +78,18 @@ class BackboneConfig:
             )
 
 
-def read_backbone(form: ConfigForm) -> BackboneConfig:
+def read_backbone(
+    form: ConfigForm,
+    *,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    sliding_window_non_causal: bool = False,
+) -> BackboneConfig:
     """Read what all block drafters have in common.
+
+    Args:
+        form: the config.
+        block_size, sliding_window_non_causal: what the drafter's library takes where they are
+            absent.
 
     Raises:
         CheckpointError: a key that is missing, of a wrong type, contradicts another one or asks
@@ -109,12 +119,12 @@ def read_backbone(form: ConfigForm) -> BackboneConfig:
     return BackboneConfig(
         where=top.where,
         shape=_with_default_theta(shape),
-        is_causal=_is_causal(form, windows),
+        is_causal=_is_causal(form, windows, sliding_window_non_causal),
         aux_layer_ids=tapped_layers(form, num_layers) if reads_taps else (),
         target_hidden_size=shape.hidden_size if target_width is None else target_width,
         num_target_layers=top.integer("num_target_layers", None),
         mask_token_id=_mask_token_id(form),
-        block_size=form.reader_of("block_size").integer("block_size", DEFAULT_BLOCK_SIZE),
+        block_size=form.reader_of("block_size").integer("block_size", block_size),
         vocab_size=vocab_size,
         draft_vocab_size=top.integer("draft_vocab_size", vocab_size),
         has_own_head=top.flag("has_own_lm_head", False),
@@ -145,14 +155,16 @@ def _windows(form: ConfigForm, num_layers: int) -> tuple[int | None, ...]:
     return tuple((window or fallback) if is_sliding else None for is_sliding in slides)
 
 
-def _is_causal(form: ConfigForm, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+def _is_causal(
+    form: ConfigForm, windows: tuple[int | None, ...], non_causal: bool
+) -> tuple[bool, ...]:
     """Layers that slide are causal in the block, others are not, unless the config says otherwise.
 
     In the form of `speculators` the flag speaks of layers that slide, and of no other.
     """
     slides = [window is not None for window in windows]
     if form.is_speculators:
-        is_causal = not form.top.flag("sliding_window_non_causal", False)
+        is_causal = not form.top.flag("sliding_window_non_causal", non_causal)
         return tuple(is_sliding and is_causal for is_sliding in slides)
     for reader, key in ((form.top, "is_causal"), (form.section, "causal")):
         if key in reader:

@@ -28,17 +28,14 @@ __all__ = ["BlockSpeculator"]
 class BlockSpeculator(SpeculatorBase):
     """Drafts a proposal from one pass over a block of rows.
 
-    A subclass writes `propose_block`, and overrides what it has more than the backbone: the class
-    of its layers, a head of its own and the names of its tensors, keys of its config, what it keeps
+    A subclass writes `propose_block`, and overrides what it has more than the backbone:
+    its layers, a head of its own and the names of its tensors, keys of its config, what it keeps
     of the context.
 
     Attributes:
         backbone: context, layers and vocabulary ends; there after `load_model`.
         head: what `make_head` returned.
     """
-
-    make_layer: type[BlockLayer] = BlockLayer
-    """The class of the backbone's layers."""
 
     def __init__(self, context: SpeculatorContext) -> None:
         super().__init__(context)
@@ -56,13 +53,20 @@ class BlockSpeculator(SpeculatorBase):
         """Read the backbone's keys and the drafter's own. Raises `CheckpointError`."""
         return read_backbone(form)
 
+    def make_layer(self, config: BackboneConfig, layer: int) -> BlockLayer:
+        """A layer of the backbone, on the meta device."""
+        return BlockLayer(config, layer)
+
     def make_head(self, config: BackboneConfig) -> nn.Module | None:
         """Modules beside the backbone, on the meta device; None without any."""
         del config
         return None
 
-    def rename_head_tensor(self, name: str) -> str | None:
-        """The place in the head of a checkpoint's tensor; None for one of the backbone."""
+    def rename_head_tensor(self, name: str) -> str | Ignored | None:
+        """The place in the head of a checkpoint's tensor; None for one of the backbone.
+
+        `Ignored` for one that the drafter does not need.
+        """
         del name
         return None
 
@@ -115,6 +119,8 @@ class BlockSpeculator(SpeculatorBase):
 
     def _rename(self, name: str) -> str | Ignored:
         in_head = self.rename_head_tensor(name)
+        if isinstance(in_head, Ignored):
+            return in_head
         if in_head is not None:
             return f"head.{in_head}"
         renamed = rename_backbone_tensor(name)

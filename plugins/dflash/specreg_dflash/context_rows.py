@@ -18,7 +18,9 @@ class ContextRows(NamedTuple):
     Attributes:
         kv_rows: addresses; slot -1 on rows that verification rejected, on padding and at or beyond
             `max_model_len`.
-        last_rows: int64 `[num_reqs]`, each request's last valid row.
+        last_rows: int64 `[num_reqs]`, each request's last valid row; another request's where it has
+            none.
+        has_context: bool `[num_reqs]`, whether the request has a valid row.
         anchors: int64 `[num_reqs]`, the newest token, which the target has not read yet; 0 where
             the request drafts nothing.
         anchor_positions: int64 `[num_reqs]`, its position: behind the last valid row.
@@ -26,6 +28,7 @@ class ContextRows(NamedTuple):
 
     kv_rows: KVRows
     last_rows: Tensor
+    has_context: Tensor
     anchors: Tensor
     anchor_positions: Tensor
 
@@ -48,6 +51,7 @@ def context_rows(inputs: ProposeInputs, max_model_len: int) -> ContextRows:
             inputs.query_start_loc,
         ),
         last_rows=last_rows,
+        has_context=(inputs.idx_mapping >= 0) & (last_rows >= starts[:-1]),
         anchors=torch.where(inputs.sample_idx_mapping >= 0, inputs.last_sampled, 0),
         anchor_positions=inputs.positions[last_rows] + 1,
     )

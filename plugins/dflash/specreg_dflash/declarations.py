@@ -20,13 +20,17 @@ from specreg_dflash.config_form import ConfigForm
 __all__ = ["backbone_needs", "dflash_capabilities", "max_drafts", "read_fill_in"]
 
 
-def read_fill_in(form: ConfigForm) -> BackboneConfig:
+def read_fill_in(form: ConfigForm, **absent: Any) -> BackboneConfig:
     """The backbone of a drafter whose mask rows predict the tokens of their own positions.
+
+    Args:
+        form: the config.
+        absent: what is taken for keys that are absent, as of `read_backbone`.
 
     Raises:
         CheckpointError: a config that is wrong, or of a drafter that samples from the anchor's row.
     """
-    config = read_backbone(form)
+    config = read_backbone(form, **absent)
     if form.reader_of("sample_from_anchor").flag("sample_from_anchor", False):
         raise CheckpointError(
             "a drafter of this kind does not sample from the anchor's row",
