@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from specreg.config_reader import ConfigReader
 from specreg.errors import CheckpointError
-from specreg.spelling import known_names
 from specreg_eagle.recognition import architectures_of
 
 __all__ = ["ConfigParts", "reduced_vocab_size"]
@@ -51,17 +50,17 @@ class ConfigParts(NamedTuple):
         if self.is_speculators or not names or names == ("PEagleDraftModel",):
             if model_type in known:
                 return model_type
-            raise self._unknown(f"model_type {model_type!r}", model_type, known)
+            raise self._unknown(f"model_type {model_type!r}", known)
         for name in names:
             if name in families:
                 return families[name]
-        raise self._unknown(f"architecture {', '.join(names)!r}", names[0], set(families))
+        raise self._unknown(f"architecture {', '.join(names)!r}", set(families))
 
-    def _unknown(self, got: str, name: str, known: set[str]) -> CheckpointError:
+    def _unknown(self, got: str, known: set[str]) -> CheckpointError:
         return CheckpointError(
             "an EAGLE head of this architecture cannot be run",
             where=self.head.where,
-            got=f"{got}; {known_names(name, known)}",
+            got=f"{got}; allowed: {', '.join(sorted(known))}",
             fix="use a head of one of these architectures, or install a plugin that serves it",
         )
 
