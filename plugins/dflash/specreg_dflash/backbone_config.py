@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from specreg.capabilities import HiddenStates, TargetNeeds
+from specreg.config_reader import ConfigReader
 from specreg.errors import CheckpointError
 from specreg.nn.shape import DecoderShape
 from specreg_dflash.config_form import ConfigForm
@@ -97,11 +98,11 @@ def read_backbone(
     """
     decoder, section, top = form.decoder, form.section, form.top
     num_layers = decoder.integer("num_hidden_layers")
-    windows = _windows(form, num_layers)
+    sliding = _sliding(decoder, num_layers)
     shape = DecoderShape.read(
         decoder,
         has_head_norms=True,
-        sliding_windows=windows,
+        sliding_windows=_windows(form, sliding),
         has_sinks=form.reader_of("attention_sink_bias").flag("attention_sink_bias", False)
         or top.flag("add_swa_attention_sink_bias", False),
         value_scale=section.number("attention_value_scale", 1.0),
@@ -119,7 +120,7 @@ def read_backbone(
     return BackboneConfig(
         where=top.where,
         shape=_with_default_theta(shape),
-        is_causal=_is_causal(form, windows, sliding_window_non_causal),
+        is_causal=_is_causal(form, sliding, sliding_window_non_causal),
         aux_layer_ids=tapped_layers(form, num_layers) if reads_taps else (),
         target_hidden_size=shape.hidden_size if target_width is None else target_width,
         num_target_layers=top.integer("num_target_layers", None),
@@ -133,44 +134,48 @@ def read_backbone(
     )
 
 
-def _windows(form: ConfigForm, num_layers: int) -> tuple[int | None, ...]:
+def _windows(form: ConfigForm, sliding: tuple[bool, ...]) -> tuple[int | None, ...]:
     """Keys visible to a query a layer; None means all."""
     decoder, section = form.decoder, form.section
+    if section.flag("use_swa", False) and not any(sliding):
+        sliding = (True,) * len(sliding)
+    window = section.integer("swa_window_size", None)
+    fallback = decoder.integer("sliding_window", None)
+    if any(sliding) and window is None and fallback is None:
+        decoder.integer("sliding_window")
+    return tuple((window or fallback) if is_sliding else None for is_sliding in sliding)
+
+
+def _sliding(decoder: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """What `layer_types` says of each layer; nothing slides where it is absent."""
     types = decoder.texts("layer_types")
     decoder.accept("use_sliding_window", "max_window_layers")
-    if types is not None and (len(types) < num_layers or set(types) - {"full_attention", SLIDING}):
+    if types is None:
+        return (False,) * num_layers
+    if len(types) < num_layers or set(types) - {"full_attention", SLIDING}:
         _refuse(
             "the layer types of a config do not describe its layers",
             f"{decoder.where}, layer_types",
             f"{list(types)} for {num_layers} layers",
             f"full_attention or {SLIDING} a layer",
         )
-    slides = [kind == SLIDING for kind in (types or ())[:num_layers]] or [False] * num_layers
-    if section.flag("use_swa", False) and not any(slides):
-        slides = [True] * num_layers
-    window = section.integer("swa_window_size", None)
-    fallback = decoder.integer("sliding_window", None)
-    if any(slides) and window is None and fallback is None:
-        decoder.integer("sliding_window")
-    return tuple((window or fallback) if is_sliding else None for is_sliding in slides)
+    return tuple(kind == SLIDING for kind in types[:num_layers])
 
 
-def _is_causal(
-    form: ConfigForm, windows: tuple[int | None, ...], non_causal: bool
-) -> tuple[bool, ...]:
-    """Layers that slide are causal in the block, others are not, unless the config says otherwise.
+def _is_causal(form: ConfigForm, sliding: tuple[bool, ...], non_causal: bool) -> tuple[bool, ...]:
+    """Layers typed as sliding are causal in the block, others are not, unless the config says so.
 
-    In the form of `speculators` the flag speaks of layers that slide, and of no other.
+    In the form of `speculators` the flag speaks of layers that slide, and of no other. Layers that
+    `use_swa` alone makes slide are not causal.
     """
-    slides = [window is not None for window in windows]
     if form.is_speculators:
         is_causal = not form.top.flag("sliding_window_non_causal", non_causal)
-        return tuple(is_sliding and is_causal for is_sliding in slides)
+        return tuple(is_sliding and is_causal for is_sliding in sliding)
     for reader, key in ((form.top, "is_causal"), (form.section, "causal")):
         if key in reader:
             form.section.accept("causal")
-            return (reader.flag(key, False),) * len(slides)
-    return tuple(slides)
+            return (reader.flag(key, False),) * len(sliding)
+    return sliding
 
 
 def _mask_token_id(form: ConfigForm) -> int:
