@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from gemma4_host import SLOT, Host, K
-from specreg_mtp.gemma4_checkpoint import load_assistant
+from specreg_mtp.gemma4_checkpoint import load_assistant, read_config
 from specreg_mtp.gemma4_modules import Assistant
 from torch import Tensor
 
+from specreg.checkpoint import Checkpoint
 from specreg.speculator import KVRows
 from specreg.testing.batches import prompt_batch
 from specreg.testing.tiny_models import save_tiny_model
@@ -249,7 +250,9 @@ def load_target(path: Path) -> Any:
 
 def with_wider_window(path: Path) -> Assistant:
     """Our modules, whose sliding layers see one key more."""
-    assistant = load_assistant(str(path), dtype=torch.float32, device=torch.device("cpu"))
+    checkpoint = Checkpoint(path)
+    config = read_config(checkpoint)
+    assistant = load_assistant(checkpoint, config, dtype=torch.float32, device=torch.device("cpu"))
     for layer in assistant.model.layers:
         if layer.self_attn.sliding_window is not None:
             layer.self_attn.sliding_window += 1

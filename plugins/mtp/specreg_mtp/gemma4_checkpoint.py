@@ -15,23 +15,29 @@ from specreg.weights import Ignored, load_weights
 from specreg_mtp.gemma4_config import AssistantConfig
 from specreg_mtp.gemma4_modules import Assistant
 
-__all__ = ["load_assistant", "suppressed_tokens"]
+__all__ = ["load_assistant", "read_config", "suppressed_tokens"]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.(weight|bias)")
 
 
-def load_assistant(path: str, *, dtype: torch.dtype, device: torch.device) -> Assistant:
-    """The assistant of a checkpoint directory.
-
-    Raises:
-        CheckpointError: its config is not an assistant's, or tensors and config do not fit.
-    """
-    checkpoint = Checkpoint(path)
+def read_config(checkpoint: Checkpoint) -> AssistantConfig:
+    """The checkpoint's config; keys that nothing reads are logged. Raises `CheckpointError`."""
     reader = ConfigReader(checkpoint.config, str(checkpoint.directory / "config.json"))
     config = AssistantConfig.read(reader)
-    assistant = Assistant(config, device)
     reader.report()
+    return config
+
+
+def load_assistant(
+    checkpoint: Checkpoint, config: AssistantConfig, *, dtype: torch.dtype, device: torch.device
+) -> Assistant:
+    """The assistant of a checkpoint.
+
+    Raises:
+        CheckpointError: tensors and config do not fit.
+    """
+    assistant = Assistant(config, device)
 
     def rename(name: str) -> str | Ignored:
         if name == EMBEDDING:
@@ -42,19 +48,24 @@ def load_assistant(path: str, *, dtype: torch.dtype, device: torch.device) -> As
             return Ignored("keys and values are the target's")
         return name
 
-    load_weights(assistant, checkpoint, rename, dtype=dtype, device=device)
+    def file_name(name: str) -> str:
+        return EMBEDDING if name == HEAD and config.is_tied else name
+
+    load_weights(assistant, checkpoint, rename, file_name=file_name, dtype=dtype, device=device)
     if config.centroids is not None:
         assistant.masked_embedding.check()
     return assistant
 
 
-def suppressed_tokens(path: str, vocab_size: int, device: torch.device) -> Tensor | None:
+def suppressed_tokens(
+    checkpoint: Checkpoint, vocab_size: int, device: torch.device
+) -> Tensor | None:
     """Ids `[n]` that `suppress_tokens` of the `generation_config.json` forbids; None without any.
 
     Raises:
         CheckpointError: the file cannot be read, or names tokens that do not exist.
     """
-    file = Checkpoint(path).directory / "generation_config.json"
+    file = checkpoint.directory / "generation_config.json"
     config = (read_model_config(str(file)) or {}) if file.is_file() else {}
     ids = ConfigReader(config, str(file)).integers("suppress_tokens") or ()
     if any(token >= vocab_size for token in ids):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specreg.checkpoint import Checkpoint
 from specreg.errors import CheckpointError
 from specreg.speculator import (
     DraftOutput,
@@ -15,7 +16,7 @@ from specreg.speculator import (
     TargetView,
 )
 from specreg.weights import module_bytes
-from specreg_mtp.gemma4_checkpoint import load_assistant, suppressed_tokens
+from specreg_mtp.gemma4_checkpoint import load_assistant, read_config, suppressed_tokens
 from specreg_mtp.gemma4_modules import Assistant
 from specreg_mtp.gemma4_sharing import SharedLayer, shared_layers
 
@@ -51,8 +52,8 @@ class Gemma4Speculator(SpeculatorBase):
         """Load the assistant; find the layers of the target that it reads."""
         context = self.context
         assert context.draft_path is not None
-        assistant = load_assistant(context.draft_path, dtype=context.dtype, device=context.device)
-        config = assistant.config
+        checkpoint = Checkpoint(context.draft_path)
+        config = read_config(checkpoint)
         for what, key, own, wanted in (
             ("hidden size", "backbone_hidden_size", config.backbone_size, target.hidden_size),
             ("vocabulary", "text_config.vocab_size", config.vocab_size, target.vocab_size),
@@ -65,8 +66,11 @@ class Gemma4Speculator(SpeculatorBase):
                     fix="use the assistant that was trained for this target",
                 )
         self.shared_layers = shared_layers(config, target.config)
-        self._suppressed = suppressed_tokens(context.draft_path, config.vocab_size, context.device)
-        self.assistant, self._target = assistant, target
+        self._suppressed = suppressed_tokens(checkpoint, config.vocab_size, context.device)
+        self.assistant = load_assistant(
+            checkpoint, config, dtype=context.dtype, device=context.device
+        )
+        self._target = target
         self._states = torch.zeros(
             len(self._slots), config.backbone_size, dtype=context.dtype, device=context.device
         )
