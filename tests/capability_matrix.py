@@ -179,12 +179,18 @@ BLOCK_DRAFTER: Mapping[str, Any] = MappingProxyType(
         "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
     }
 )
+REDUCED: Mapping[str, Any] = MappingProxyType(
+    {"vocab_size": VOCAB_SIZE, "draft_vocab_size": DRAFT_VOCAB_SIZE}
+)
 REGISTERED: Mapping[str, Named] = MappingProxyType(
     {
         "dflash": Named("dense", BLOCK_DRAFTER),
         "draft_model": Named("dense"),
+        "eagle": Named("dense"),
+        "eagle3": Named("reduced", REDUCED),
         "gemma4": Named("dense", {"model_type": "gemma4_assistant"}),
         "ngram": Named("argmax only"),
+        "peagle": Named("reduced", {**REDUCED, "architectures": ["PEagleDraftModel"]}),
         "xpress": Named("argmax only", {**BLOCK_DRAFTER, "architectures": ["Qwen3XPressModel"]}),
     }
 )

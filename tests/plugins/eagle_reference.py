@@ -50,6 +50,7 @@ def save_head(directory: Path, config: Config, *, without: tuple[str, ...] = ())
     else:
         one = Eagle1Config.read(config, "test")
         head = Eagle1Head(one, one.vocab_size, "test", CPU)
+        without = (*without, "d2t")
     generator = torch.Generator().manual_seed(5)
     tensors = {}
     for full_name, like in head.state_dict().items():

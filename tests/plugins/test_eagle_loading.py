@@ -131,6 +131,7 @@ REFUSED = [
         with_(fc__weight_scale=torch.ones(1)),
         r"no place in the drafter.*'fc.weight_scale'.*\[1\]",
     ),
+    ("eagle1-1", "a map", with_(d2t=torch.zeros(160, dtype=torch.int64)), "no place.*'d2t'"),
     (
         "eagle1-1",
         "quantised",

@@ -15,10 +15,11 @@ PLUGINS = Path(__file__).parents[2] / "plugins"
 PAGES = sorted(PLUGINS.glob("*/README.md"))
 
 
-def example(page: Path) -> list[str]:
-    """Arguments of the page's command."""
-    (command,) = re.findall(r"^```console\n\$ specreg (.*?)^```$", page.read_text(), re.M | re.S)
-    return shlex.split(command.replace("\\\n", " "))
+def examples(page: Path) -> list[list[str]]:
+    """Arguments of the commands of the page's one example."""
+    (shown,) = re.findall(r"^```console\n\$ specreg (.*?)^```$", page.read_text(), re.M | re.S)
+    commands = re.split(r"^\$ specreg ", shown.replace("\\\n", " "), flags=re.M)
+    return [shlex.split(command) for command in commands]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
@@ -29,12 +30,16 @@ def test_the_example_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPECREG_WATERMARK_KEY", "keep me")
+    monkeypatch.chdir(tmp_path)
     model = str(save_tiny_model("llama", tmp_path))
-    arguments = [a.replace("smollm2-135m-instruct", model) for a in example(page)]
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--target", model, "--max-model-len", "128"])
-    captured = capsys.readouterr()
-    assert ended.value.code in (0, None), captured.err
+    for arguments in examples(page):
+        arguments = [a.replace("smollm2-135m-instruct", model) for a in arguments]
+        if arguments[0] == "generate":
+            arguments += ["--target", model, "--max-model-len", "128"]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        captured = capsys.readouterr()
+        assert ended.value.code in (0, None), captured.err
     assert "acceptance length" in captured.out
 
 

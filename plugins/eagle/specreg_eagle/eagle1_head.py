@@ -101,6 +101,8 @@ def load_eagle1(context: SpeculatorContext, target: TargetView) -> Eagle1Head:
 
 
 def _name(name: str) -> str | Ignored | None:
+    if name == "d2t":  # scores are the target's, column by column: there is no place for a map
+        return name
     return common_name(RENAMED.get(name, name))
 
 
