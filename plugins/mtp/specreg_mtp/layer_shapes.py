@@ -52,7 +52,8 @@ def _window(config: ConfigReader) -> int | None:
     Where the target mixes types, its modules are of the full kind.
     """
     window: int | None = config.integer("sliding_window", None)
-    is_off = config.text("model_type", "").startswith(("llama", "mimo", "qwen"))
+    model_type = config.text("model_type", "")
+    is_off = model_type == "mimo" or model_type.startswith(("llama", "qwen"))
     is_used = config.flag("use_sliding_window", not is_off) and "layer_types" not in config
     return window if is_used else None
 
