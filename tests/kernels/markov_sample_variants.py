@@ -85,9 +85,10 @@ def kernels(
                 "RANK": rank,
                 "CHUNK": tile.chunk,
                 "ROWS": tile.rows,
+                "COLUMNS": tile.columns,
                 "IS_FIRST": is_first,
                 "IS_SCATTERED": is_scattered,
-                **dict(zip(("EARLY", "REVERSES", "PREFETCH", "EVICT"), k.FLAGS)),
+                **dict(zip(("REVERSES", "AHEAD"), k.FLAGS)),
             },
             {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         )

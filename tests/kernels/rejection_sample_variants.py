@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from specreg.capabilities import DraftLogitsLayout
@@ -12,9 +13,9 @@ from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.rejection_sample import kernel, prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
 from specreg.kernels.rejection_sample.block import kernel as block
-from specreg.kernels.rejection_sample.blocks.kernel import launch_target_blocks
-from specreg.kernels.rejection_sample.rows.kernel import launch_judge
-from specreg.kernels.rejection_sample.synthetic.kernel import launch_synthetic_judge
+from specreg.kernels.rejection_sample.blocks.kernel import target_blocks_kernel
+from specreg.kernels.rejection_sample.rows.kernel import judge_kernel
+from specreg.kernels.rejection_sample.synthetic.kernel import synthetic_judge_kernel
 from specreg.ownership import Shard
 
 VOCAB_SIZE = 248_320
@@ -36,20 +37,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 BLOCK_VARIANTS = ["bf16", "four shards", "no cache", "reduced vocabulary", "candidates"]
 
-# Launchers of each method, by the name of what they launch.
-ROWS = {"blocks": launch_target_blocks, "judge": launch_judge}
+# Launches of each method, by the name of what they launch.
+ROWS = {
+    "blocks": lambda part: part.launch_blocks(target_blocks_kernel),
+    "judge": lambda part: part.launch_rows(judge_kernel),
+}
 METHODS = {
     "standard": {
         **ROWS,
-        "residual": kernel.launch_residual_blocks,
-        "draw": kernel.launch_draw,
+        "residual": lambda part: part.launch_residuals(kernel.residual_blocks_kernel),
+        "draw": lambda part: part.launch_draw(kernel.draw_kernel),
     },
-    "block": {"residual": block.launch_block_residuals, "draw": block.launch_block_draw},
+    "block": {
+        "residual": lambda part: part.launch_residuals(block.block_residuals_kernel, 7),
+        "draw": lambda part: part.launch_draw(block.block_draw_kernel),
+    },
     "block, candidates": {
-        "residual": block.launch_candidates_residual,
-        "draw": block.launch_candidates_draw,
+        "residual": lambda part: part.launch_residuals(block.candidates_residual_kernel),
+        "draw": lambda part: part.launch_draw(block.candidates_draw_kernel),
     },
-    "synthetic": {"judge": lambda part: launch_synthetic_judge(part, part.sums)},
+    "synthetic": {
+        "judge": lambda part: part.launch_rows(synthetic_judge_kernel, rates=part.sums),
+    },
 }
 
 
@@ -63,31 +72,20 @@ def kernels(
     layout: DraftLogitsLayout = DraftLogitsLayout.DENSE,
 ) -> dict[str, tuple[Any, dict[str, Any], int]]:
     """Each kernel, the arguments of its launch, and its warps."""
-    part = _Recorder.of(_part(target, draft, num_shards, num_drafts, layout))
+    part = _part(target, draft, num_shards, num_drafts, layout)
     if method == "block" and layout is DraftLogitsLayout.TOP_K:
         method = "block, candidates"
-    launched = {}
-    for name, launcher in METHODS[method].items():
-        if name != "residual" or draft is not None:
-            launcher(part)
-            launched[name] = part.launched.pop()
-    return launched
+    launched: list[tuple[Any, dict[str, Any], int]] = []
 
+    def note(kernel, grid, arguments, key, num_warps):
+        launched.append((kernel, dict(zip(kernel.arg_names, arguments, strict=True)), num_warps))
 
-class _Recorder(prepare.Part):
-    """A part that notes its launches instead of launching."""
-
-    launched: list[tuple[Any, dict[str, Any], int]]
-
-    @classmethod
-    def of(cls, part: prepare.Part) -> _Recorder:
-        recorder = cls(*part)
-        recorder.launched = []
-        return recorder
-
-    def launch(self, kernel, grid, *arguments, num_warps):
-        names = [parameter.name for parameter in kernel.params]
-        self.launched.append((kernel, dict(zip(names, arguments, strict=True)), num_warps))
+    names = [name for name in METHODS[method] if name != "residual" or draft is not None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "launch", note)
+        for name in names:
+            METHODS[method][name](part)
+    return dict(zip(names, launched, strict=True))
 
 
 def _part(target, draft, num_shards, num_drafts, layout) -> prepare.Part:

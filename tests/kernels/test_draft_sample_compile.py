@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from draft_sample_variants import VARIANTS, kernels
 from offline import TARGETS, compile_offline, narrow_products
 
+from specreg.kernels.draft_sample.kernel import NUM_WARPS
+
 DIVISION = re.compile(r"arith\.(rem|div|ceildiv|floordiv)\w*i\b")
 
 
@@ -21,29 +23,31 @@ def test_every_kernel_compiles_for(variant, target):
         assert stages["cubin" if target == "sm_90" else "hsaco"]
 
 
+def ptx_of_blocks(**variant):
+    kernel, arguments = next(iter(kernels(num_shards=4, **variant)))
+    return compile_offline(kernel, "sm_90", num_warps=NUM_WARPS, **arguments)["ptx"]
+
+
 def test_logits_are_read_and_stored_16_bytes_at_a_time():
-    """Four vectors a thread, in programs with masks and in those without."""
-    kernel, arguments = next(iter(kernels(num_shards=4)))
-    ptx = compile_offline(kernel, "sm_90", **arguments)["ptx"]
-    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
+    """Eight vectors a thread, in programs with masks and in those without."""
+    ptx = ptx_of_blocks()
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_warp_reduces_whole_blocks_without_shared_memory(dtype):
-    """Two blocks a warp: one instruction each for the peak and for the mass of a block."""
-    kernel, arguments = next(iter(kernels(num_shards=4, dtype=dtype, cache_dtype=dtype)))
-    ptx = compile_offline(kernel, "sm_90", **arguments)["ptx"]
+    """Four blocks a warp: one instruction each for the peak and for the mass of a block."""
+    ptx = ptx_of_blocks(dtype=dtype, cache_dtype=dtype)
     for operation in ("max", "add"):
-        assert len(re.findall(rf"redux\.sync\.{operation}\.s32", ptx)) == 2
+        assert len(re.findall(rf"redux\.sync\.{operation}\.s32", ptx)) == 4
     assert "shfl" not in ptx
 
 
 def test_a_weight_takes_one_multiply_add_and_one_exponential():
-    kernel, arguments = next(iter(kernels(num_shards=4)))
-    ptx = compile_offline(kernel, "sm_90", **arguments)["ptx"]
-    assert len(re.findall(r"ex2\.approx", ptx)) == 32
-    assert len(re.findall(r"fma\.rn\.f32", ptx)) == 32
+    ptx = ptx_of_blocks()
+    assert len(re.findall(r"ex2\.approx", ptx)) == 64
+    assert len(re.findall(r"fma\.rn\.f32", ptx)) == 64
 
 
 @pytest.mark.parametrize("variant", ["bf16", "fp16 into fp32", "no cache", "greedy"])

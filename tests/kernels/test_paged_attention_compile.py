@@ -50,12 +50,13 @@ def kernels(
     has_starts=False,
     sliding_window=None,
     soft_cap=None,
+    is_hip=False,
 ):
     """Each kernel of one variant with its arguments, as a launch would pass them."""
     data, fp32 = torch.empty(0, dtype=dtype), torch.empty(0)
     i32, i64 = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
     lanes = lanes_of(head_dim), lanes_of(value_dim)
-    shape = program_shape(group, max(lanes), dtype.itemsize)
+    shape = program_shape(group, max(lanes), dtype.itemsize, is_hip)
     partials = PartialArgs(fp32, fp32, fp32) if is_split else None
     sinks = data if soft_cap else None
     pools = {
@@ -85,7 +86,7 @@ def kernels(
             "HEADS": shape.heads,
             "ROWS": lanes_of(num_tokens * shape.heads),
             "KEYS": shape.keys,
-            "PRECISION": "tf32x3",
+            "PRECISION": shape.precision,
         },
     )
     if is_split:
@@ -115,9 +116,8 @@ def kernels(
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kernel_compiles_for(variant, target):
-    for kernel, num_warps, arguments in kernels(**VARIANTS[variant]):
-        if target == "gfx942":
-            arguments |= {"PRECISION": "ieee"}
+    is_hip = target == "gfx942"
+    for kernel, num_warps, arguments in kernels(**VARIANTS[variant], is_hip=is_hip):
         stages = compile_offline(kernel, target, num_warps, **arguments)
         assert stages["cubin" if target == "sm_90" else "hsaco"]
 

@@ -293,7 +293,7 @@ def paged_attention_triton(
         KEY_LANES=lanes[0],
         VALUE_DIM=value_dim,
         VALUE_LANES=lanes[1],
-        PRECISION=sizes.PRECISION,
+        PRECISION=shape.precision,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

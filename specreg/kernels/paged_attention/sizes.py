@@ -13,11 +13,12 @@ __all__ = ["KEYS_PER_SPLIT", "ProgramShape", "lanes_of", "num_splits", "program_
 
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256  # at least: fewer are read faster than partial results are combined
-PROGRAMS_PER_PROCESSOR = 4
+# `python benchmarks/paged_attention.py --sweep`, one H200, bf16: 64 requests of 8 queries and 4,096
+# keys take 367 us with 2 and 404 with 4; with more programs of 128 keys than fit at once, the rest
+# waits.
+PROGRAMS_PER_PROCESSOR = 2
 MIN_LANES = 16  # of each side of a matrix product in Triton
-# How fp32 is multiplied: in three products of tf32, whose errors are those of fp32, where there are
-# tensor cores for it.
-PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
+IS_HIP = torch.version.hip is not None
 
 
 class ProgramShape(NamedTuple):
@@ -28,6 +29,7 @@ class ProgramShape(NamedTuple):
         heads: query heads of one key/value head.
         keys: read at a time.
         num_warps, num_stages: as in a Triton launch.
+        precision: of products of fp32, as in `tl.dot`.
     """
 
     rows: int
@@ -35,6 +37,7 @@ class ProgramShape(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+    precision: str = "ieee"
 
 
 def lanes_of(size: int) -> int:
@@ -42,18 +45,34 @@ def lanes_of(size: int) -> int:
     return max(MIN_LANES, 1 << (size - 1).bit_length())
 
 
-def program_shape(group: int, lanes: int, itemsize: int) -> ProgramShape:
+def program_shape(group: int, lanes: int, itemsize: int, is_hip: bool = IS_HIP) -> ProgramShape:
     """Sizes for `group` query heads a key/value head whose heads take at most `lanes` lanes.
 
-    `rows` is the most; fewer tokens than fit need fewer.
+    `rows` is the most; fewer tokens than fit need fewer. What differs on ROCm is smaller there:
+    its shared memory is 64 KiB.
+
+    `python benchmarks/paged_attention.py --sweep`, one H200, 64 requests, us:
+
+    - bf16, head 128, 4,096 keys: 128 keys at a time take 284 for 1 query and 376 for 8, 64 keys
+      332 and 401.
+    - bf16, 16 heads of 512 on one key/value head, 4 queries, 4,096 keys: 64 rows take 341 with 32
+      keys at a time, 32 rows 515, 16 rows 777, and 1,217 with 16 keys.
+    - fp32, head 128, 4 queries, 1,024 keys: three products of tf32, whose errors together are those
+      of fp32, take 232, full precision 780, without tensor cores. Larger heads spill registers.
     """
-    if itemsize == 4:  # fp32 products are not for tensor cores: keep operands in registers
+    precision = "ieee"
+    if itemsize == 4:
         rows, keys, stages = 16, 32 if lanes <= 128 else 16, 2
+        if lanes <= 128 and not is_hip:
+            stages, precision = 3, "tf32x3"
     elif lanes <= 128:
-        rows, keys, stages = 64, 64, 3
+        rows, keys, stages = 64, 64 if is_hip else 128, 3
+    elif lanes <= 256:
+        rows, keys, stages = 32, 32, 3
     else:
-        rows, keys, stages = (32, 32, 3) if lanes <= 256 else (16, 16, 3)
-    return ProgramShape(rows, min(group, rows), keys, 4 if lanes <= 256 else 8, stages)
+        rows, keys, stages = (16, 16, 3) if is_hip else (64, 32, 2)
+    num_warps = 4 if lanes <= 256 else 8
+    return ProgramShape(rows, min(group, rows), keys, num_warps, stages, precision)
 
 
 @cache

@@ -9,22 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specreg.kernels.draft_sample.reference import BLOCK_SIZE
-from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
-from specreg.kernels.rejection_sample.blocks.kernel import (
-    launch_target_blocks,
-    request,
-)
+from specreg.kernels.rejection_sample.blocks.kernel import request, target_blocks_kernel
 from specreg.kernels.rejection_sample.draws.kernel import emit, residual_sums
 from specreg.kernels.rejection_sample.prepare import Part, in_parts
 from specreg.kernels.rejection_sample.rows.kernel import (
     RESIDUAL,
     first_rejection,
-    launch_judge,
+    judge_kernel,
 )
 
-__all__ = ["draw_kernel", "launch_draw", "rejection_sample_triton", "residual_blocks_kernel"]
+__all__ = ["draw_kernel", "rejection_sample_triton", "residual_blocks_kernel"]
 
 
 @triton.jit
@@ -84,49 +79,8 @@ def rejection_sample_triton(batch: RejectionBatch) -> RejectionOutput:
 
 
 def _verify(part: Part) -> None:
-    launch_target_blocks(part)
-    launch_judge(part)
+    part.launch_blocks(target_blocks_kernel)
+    part.launch_rows(judge_kernel)
     if part.has_cache:
-        launch_residual_blocks(part)
-    launch_draw(part)
-
-
-def launch_residual_blocks(part: Part) -> None:
-    """The launch that reads target and draft rows of rejections."""
-    some = part.blocks_per_program(prepare.RESIDUAL_BLOCKS_PER_PROGRAM)
-    part.launch(
-        residual_blocks_kernel,
-        (triton.cdiv(part.rows.num_blocks, some), part.num_reqs),
-        part.sums,
-        part.rows,
-        part.target,
-        part.batch,
-        part.cache,
-        part.num_rows,
-        part.num_steps,
-        part.num_shards,
-        some,
-        BLOCK_SIZE,
-        part.vector,
-        num_warps=prepare.RESIDUAL_NUM_WARPS,
-    )
-
-
-def launch_draw(part: Part) -> None:
-    """The launch that writes the outputs."""
-    part.launch(
-        draw_kernel,
-        (part.num_reqs,),
-        part.output,
-        part.sums,
-        part.rows,
-        part.target,
-        part.batch,
-        part.cache,
-        part.num_rows,
-        part.num_steps,
-        part.num_shards,
-        part.all_blocks,
-        BLOCK_SIZE,
-        num_warps=prepare.DRAW_NUM_WARPS,
-    )
+        part.launch_residuals(residual_blocks_kernel)
+    part.launch_draw(draw_kernel)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from importlib import import_module
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,30 +23,6 @@ from specreg.kernels.rejection_sample.synthetic.reference import synthetic_sampl
 __all__ = ["METHODS", "rejection_sample"]
 
 
-def _standard(batch: RejectionBatch) -> RejectionOutput:
-    if uses_triton(batch.target_logits.device):
-        from specreg.kernels.rejection_sample.kernel import rejection_sample_triton
-
-        return rejection_sample_triton(batch)
-    return rejection_sample_reference(batch)
-
-
-def _block(batch: RejectionBatch) -> RejectionOutput:
-    if uses_triton(batch.target_logits.device):
-        from specreg.kernels.rejection_sample.block.kernel import block_sample_triton
-
-        return block_sample_triton(batch)
-    return block_sample_reference(batch)
-
-
-def _synthetic(batch: RejectionBatch) -> RejectionOutput:
-    if uses_triton(batch.target_logits.device):
-        from specreg.kernels.rejection_sample.synthetic.kernel import synthetic_sample_triton
-
-        return synthetic_sample_triton(batch)
-    return synthetic_sample_reference(batch)
-
-
 LAYOUTS = frozenset(DraftLogitsLayout)  # that every method reads
 
 
@@ -53,18 +30,30 @@ class Method(NamedTuple):
     """How drafts are judged.
 
     Attributes:
-        verify: the method itself.
+        reference: the torch twin.
+        kernel: its launcher, `"module:function"` below this package; imported where Triton runs.
         takes_rates: whether it accepts at given rates.
     """
 
-    verify: Callable[[RejectionBatch], RejectionOutput]
+    reference: Callable[[RejectionBatch], RejectionOutput]
+    kernel: str
     takes_rates: bool = False
+
+    def verify(self, batch: RejectionBatch) -> RejectionOutput:
+        """Verify a checked batch where it lies."""
+        if not uses_triton(batch.target_logits.device):
+            return self.reference(batch)
+        module, _, name = self.kernel.partition(":")
+        launcher = getattr(import_module(f"specreg.kernels.rejection_sample.{module}"), name)
+        return cast(RejectionOutput, launcher(batch))
 
 
 METHODS = {
-    "standard": Method(_standard),
-    "block": Method(_block),
-    "synthetic": Method(_synthetic, takes_rates=True),
+    "standard": Method(rejection_sample_reference, "kernel:rejection_sample_triton"),
+    "block": Method(block_sample_reference, "block.kernel:block_sample_triton"),
+    "synthetic": Method(
+        synthetic_sample_reference, "synthetic.kernel:synthetic_sample_triton", takes_rates=True
+    ),
 }
 
 

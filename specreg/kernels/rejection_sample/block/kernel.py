@@ -13,17 +13,15 @@ import triton.language as tl
 from specreg.capabilities import DraftLogitsLayout
 from specreg.kernels.common.cells.kernel import candidates_of, statistics_of
 from specreg.kernels.common.kernel import clean_logits, owned_row
-from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 from specreg.kernels.random.kernel import uniform
-from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
 from specreg.kernels.rejection_sample.blocks.kernel import (
     LOG2E,
     float_record,
-    launch_target_blocks,
     load_target,
     request,
     scale_of,
+    target_blocks_kernel,
 )
 from specreg.kernels.rejection_sample.draws.kernel import (
     emit,
@@ -38,17 +36,17 @@ from specreg.kernels.rejection_sample.rows.kernel import (
     TARGET,
     WITHOUT_DRAFT,
     accept_word,
-    launch_judge,
+    judge_kernel,
     passes,
     verdicts,
 )
 
 __all__ = [
+    "block_draw_kernel",
+    "block_residuals_kernel",
     "block_sample_triton",
-    "launch_block_draw",
-    "launch_block_residuals",
-    "launch_candidates_draw",
-    "launch_candidates_residual",
+    "candidates_draw_kernel",
+    "candidates_residual_kernel",
 ]
 
 
@@ -288,63 +286,15 @@ def block_sample_triton(batch: RejectionBatch) -> RejectionOutput:
 
 
 def _verify(part: Part) -> None:
-    launch_target_blocks(part)
-    launch_judge(part)
+    part.launch_blocks(target_blocks_kernel)
+    part.launch_rows(judge_kernel)
     if part.has_cache and part.num_rows > 1:
-        launch_block_residuals(part)
-    launch_block_draw(part)
+        part.launch_residuals(block_residuals_kernel, part.num_rows - 1)
+    part.launch_draw(block_draw_kernel)
 
 
 def _verify_candidates(part: Part) -> None:
-    launch_target_blocks(part)
-    launch_judge(part)
-    launch_candidates_residual(part)
-    launch_candidates_draw(part)
-
-
-def launch_block_residuals(part: Part) -> None:
-    """The launch that reads target and draft rows of every draft in the block."""
-    some = part.blocks_per_program(prepare.RESIDUAL_BLOCKS_PER_PROGRAM)
-    part.launch(
-        block_residuals_kernel,
-        (triton.cdiv(part.rows.num_blocks, some), part.num_rows - 1, part.num_reqs),
-        *(part.sums, part.rows, part.target, part.batch, part.cache),
-        *(part.num_rows, part.num_steps, part.num_shards, some, BLOCK_SIZE, part.vector),
-        num_warps=prepare.RESIDUAL_NUM_WARPS,
-    )
-
-
-def launch_block_draw(part: Part) -> None:
-    """The launch that writes the outputs."""
-    part.launch(
-        block_draw_kernel,
-        (part.num_reqs,),
-        *(part.output, part.sums, part.rows, part.target, part.batch, part.cache),
-        *(part.num_rows, part.num_steps, part.num_shards, part.all_blocks, BLOCK_SIZE),
-        num_warps=prepare.DRAW_NUM_WARPS,
-    )
-
-
-def launch_candidates_residual(part: Part) -> None:
-    """The launch that reads the target rows of rejections, where cells hold candidates."""
-    some = part.blocks_per_program(prepare.RESIDUAL_BLOCKS_PER_PROGRAM)
-    part.launch(
-        candidates_residual_kernel,
-        (triton.cdiv(part.rows.num_blocks, some), part.num_reqs),
-        *(part.sums, part.rows, part.target, part.batch, part.cache),
-        *(part.num_rows, part.num_steps, part.num_shards, part.num_candidates),
-        *(some, BLOCK_SIZE, part.vector),
-        num_warps=prepare.RESIDUAL_NUM_WARPS,
-    )
-
-
-def launch_candidates_draw(part: Part) -> None:
-    """The launch that writes the outputs, where cells hold candidates."""
-    part.launch(
-        candidates_draw_kernel,
-        (part.num_reqs,),
-        *(part.output, part.sums, part.rows, part.target, part.batch, part.cache),
-        *(part.num_rows, part.num_steps, part.num_shards, part.num_candidates),
-        *(part.all_blocks, BLOCK_SIZE),
-        num_warps=prepare.DRAW_NUM_WARPS,
-    )
+    part.launch_blocks(target_blocks_kernel)
+    part.launch_rows(judge_kernel)
+    part.launch_residuals(candidates_residual_kernel)
+    part.launch_draw(candidates_draw_kernel)

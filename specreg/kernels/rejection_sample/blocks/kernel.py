@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from specreg.kernels.common.kernel import SUM_BITS
-from specreg.kernels.draft_sample.reference import BLOCK_SIZE as SIZE
 from specreg.kernels.draft_sample.reference import MASS_BITS
 from specreg.kernels.drafting.kernel import (
     block_columns,
@@ -27,7 +26,6 @@ __all__ = [
     "finite",
     "float_record",
     "int_record",
-    "launch_target_blocks",
     "load_target",
     "mass_units",
     "request",
@@ -153,20 +151,3 @@ def blocks_of(rows, req, step, NUM_ROWS: tl.constexpr, NUM_BLOCKS: tl.constexpr)
 def mass_units(peak, mass, top, scale):
     """int64 masses of blocks relative to `top`, the largest logit of their row."""
     return (mass.to(tl.float32) * MASS_SCALE * tl.exp2((peak - top) * scale)).to(tl.int64)
-
-
-def launch_target_blocks(part: prepare.Part) -> None:
-    """The launch that reads the target."""
-    some = part.blocks_per_program(prepare.BLOCKS_PER_PROGRAM)
-    part.launch(
-        target_blocks_kernel,
-        (triton.cdiv(part.rows.num_blocks, some), part.num_rows, part.num_reqs),
-        part.rows,
-        part.target,
-        part.batch,
-        part.num_rows,
-        some,
-        SIZE,
-        part.vector,
-        num_warps=prepare.NUM_WARPS,
-    )

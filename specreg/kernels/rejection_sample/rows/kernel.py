@@ -16,10 +16,8 @@ from specreg.kernels.common.kernel import (
     owned_row,
     sum_weights,
 )
-from specreg.kernels.draft_sample.reference import BLOCK_SIZE as SIZE
 from specreg.kernels.draft_sample.reference import MASS_BITS
 from specreg.kernels.random.kernel import STREAM_ACCEPT, random_words, uniform
-from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.blocks.kernel import (
     LOG2E,
     NUM_FLOATS,
@@ -44,7 +42,6 @@ __all__ = [
     "first_rejection",
     "greedy_token",
     "judge_kernel",
-    "launch_judge",
     "passes",
     "row_total",
     "store_judgement",
@@ -242,21 +239,3 @@ def first_rejection(rows, req, num_rows, NUM_ROWS: tl.constexpr, NUM_STEPS: tl.c
     is_accepted, kinds, num_unusable = verdicts(rows, req, step, num_rows, NUM_ROWS)
     stop = tl.min(tl.where(is_accepted, NUM_STEPS, step), 0)
     return stop, tl.sum(tl.where(step == stop, kinds, 0), 0), num_unusable
-
-
-def launch_judge(part: prepare.Part) -> None:
-    """The launch that judges drafts by p and q."""
-    part.launch(
-        judge_kernel,
-        (part.num_rows, part.num_reqs),
-        part.rows,
-        part.target,
-        part.batch,
-        part.cache,
-        part.num_rows,
-        part.num_shards,
-        part.num_candidates,
-        part.all_blocks,
-        SIZE,
-        num_warps=prepare.JUDGE_NUM_WARPS,
-    )

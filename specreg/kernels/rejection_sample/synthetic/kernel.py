@@ -6,19 +6,16 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from specreg.kernels.draft_sample.reference import BLOCK_SIZE
 from specreg.kernels.random.kernel import uniform
-from specreg.kernels.rejection_sample import prepare
 from specreg.kernels.rejection_sample.batch import RejectionBatch, RejectionOutput
 from specreg.kernels.rejection_sample.blocks.kernel import (
     blocks_of,
-    launch_target_blocks,
     request,
     scale_of,
+    target_blocks_kernel,
 )
-from specreg.kernels.rejection_sample.kernel import launch_draw
+from specreg.kernels.rejection_sample.kernel import draw_kernel
 from specreg.kernels.rejection_sample.prepare import Part, in_parts
 from specreg.kernels.rejection_sample.rows.kernel import (
     GREEDY,
@@ -30,7 +27,7 @@ from specreg.kernels.rejection_sample.rows.kernel import (
     store_judgement,
 )
 
-__all__ = ["launch_synthetic_judge", "synthetic_sample_triton"]
+__all__ = ["synthetic_judge_kernel", "synthetic_sample_triton"]
 
 
 @triton.jit
@@ -76,19 +73,8 @@ def synthetic_sample_triton(batch: RejectionBatch) -> RejectionOutput:
     assert rates is not None
 
     def verify(part: Part) -> None:
-        launch_target_blocks(part)
-        launch_synthetic_judge(part, rates)
-        launch_draw(part)
+        part.launch_blocks(target_blocks_kernel)
+        part.launch_rows(synthetic_judge_kernel, rates=rates)
+        part.launch_draw(draw_kernel)
 
     return in_parts(replace(batch, cache=None), verify, num_residuals=0)
-
-
-def launch_synthetic_judge(part: Part, rates: Tensor) -> None:
-    """The launch that decides which drafts are kept."""
-    part.launch(
-        synthetic_judge_kernel,
-        (part.num_rows, part.num_reqs),
-        *(part.rows, rates, part.target, part.batch),
-        *(part.num_rows, part.all_blocks, BLOCK_SIZE),
-        num_warps=prepare.JUDGE_NUM_WARPS,
-    )
