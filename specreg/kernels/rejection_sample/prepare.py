@@ -19,10 +19,10 @@ __all__ = ["BatchArgs", "Part", "RowArgs", "TargetArgs", "in_parts", "next_power
 # Requests whose scratch exists at a time: 2.1 MB for 7 drafts over 248,320 columns.
 REQUESTS_AT_ONCE = 64
 
-# `python benchmarks/rejection_sample.py --sweep`, one H200, 64 owned requests, K 7, 248,320 columns,
-# us: the target's blocks 62 in bf16 and 117 in fp32, within 4 % for most other sizes; residuals in
-# bf16 22 with 4 x 2 and 8 x 4, of a reduced vocabulary 31 and 33, in method block 142 and 144;
-# judging 3.2 with one warp and 3.6 with four; drawing 6.1 with four warps, 5.9 with eight.
+# `python benchmarks/rejection_sample.py --sweep`, one H200, 64 owned requests, K 7, 248,320
+# columns, us: the target's blocks 62 in bf16 and 117 in fp32, within 4 % for most other sizes;
+# residuals in bf16 22 with 4 x 2 and 8 x 4, of a reduced vocabulary 31 and 33, in method block 142
+# and 144; judging 3.2 with one warp and 3.6 with four; drawing 6.1 with four and 5.9 with eight.
 BLOCKS_PER_PROGRAM = 8
 NUM_WARPS = 2
 RESIDUAL_BLOCKS_PER_PROGRAM = 4
