@@ -103,10 +103,11 @@ def test_it_loads(name: str, what: str, change: Any, tmp_path: Path) -> None:
 class DeepTarget(GoldenTarget):
     """The golden target, as if it had another number of layers."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, key: str = "num_hidden_layers") -> None:
         super().__init__()
         self.num_layers = num_layers
-        self.config = {**self.config, "num_hidden_layers": num_layers}
+        others = {k: v for k, v in self.config.items() if k != "num_hidden_layers"}
+        self.config = {**others, key: num_layers}
 
 
 REFUSED = [
@@ -294,3 +295,6 @@ def test_absent_ids_are_the_usual_ones_and_told_once(
     assert "[2, 15, 27]" in told[0]
     with pytest.raises(SpecregError, match=r"6 target layers, so \[2, 3, 3\]"):
         Replay(case, keys, tmp_path, target=DeepTarget(6))
+    with pytest.raises(SpecregError, match="depend on a depth that is not known"):
+        Replay(case, keys, tmp_path, target=DeepTarget(30, key="depth"))
+    assert Replay(case, keys, tmp_path, target=DeepTarget(30, key="n_layer")).needs == replay.needs

@@ -31,8 +31,12 @@ PLACES = (
 
 def num_target_layers(target_config: Mapping[str, Any]) -> int | None:
     """Decoder layers of the target; None when its config is not known, or does not say."""
-    value = text_config_of(target_config).get("num_hidden_layers")
-    return value if type(value) is int and value > 0 else None
+    text = text_config_of(target_config)
+    for key in ("num_hidden_layers", "n_layer", "num_layers"):
+        value = text.get(key)
+        if type(value) is int and value > 0:
+            return value
+    return None
 
 
 def stated_aux_layer_ids(config: ConfigReader) -> tuple[int, ...] | None:

@@ -69,12 +69,12 @@ class FirstLayer(nn.Module):
         self, embedded: Tensor, state: Tensor, angles: RotaryAngles, rows: KVRows, kv: KVView
     ) -> Tensor:
         """Embeddings and states, `[n, hidden_size]` each, to the stream of the same shape."""
-        normed = self.hidden_norm(state)
+        normed: Tensor = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         stream = normed if self.starts_normed else state
         stream = stream + self.self_attn(x, angles, rows, kv)
-        feed_forward: Tensor = self.mlp(self.post_attention_layernorm(stream))
-        return stream + feed_forward
+        result: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        return result
 
 
 class Eagle3Head(nn.Module):
@@ -154,6 +154,7 @@ def load_eagle3(
     config = Eagle3Config.read(checkpoint.config, f"{context.draft_path}/config.json")
     names = set(checkpoint.names)
     ids = _fused_ids(config, checkpoint, target)
+    _check_host(context, config, ids)
     stated = config.has_attention_bias
     config = replace(
         config, shape=settle_attention_biases(config.shape, stated, names, config.where)
@@ -185,6 +186,19 @@ def _name(name: str) -> str | Ignored | None:
     if name.startswith(("fc.", "fc_norm.", "input_norm.")):
         return f"fusion.{name}"
     return common_name(name)
+
+
+def _check_host(context: SpeculatorContext, config: Eagle3Config, ids: Sequence[int]) -> None:
+    """Whether the states that the host was asked for, before loading, are those of the head."""
+    asked = context.spec.needs_for(context.setup).aux_layer_ids
+    if asked != tuple(ids):
+        raise CheckpointError(
+            "the target layers that an EAGLE-3 head reads depend on a depth that is not known",
+            where=f"{config.where}, eagle_aux_hidden_state_layer_ids",
+            got=f"{list(asked)} by the target's config.json, {list(ids)} by its layers; allowed: "
+            "the same",
+            fix="state the ids in the head's config.json",
+        )
 
 
 def _fused_ids(config: Eagle3Config, checkpoint: Checkpoint, target: TargetView) -> Sequence[int]:
