@@ -58,10 +58,18 @@ class Rotary:
             device: of the frequencies.
 
         Raises:
-            CheckpointError: a kind that is not known, or depends on the sequence's length.
+            CheckpointError: a kind that is not known, or depends on the sequence's length; settings
+                of several layer types.
             MissingDependencyError: a scaled kind without `transformers`.
         """
         rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        if by_type := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+            raise CheckpointError(
+                "a config has a rotary embedding a layer type where one for all is read",
+                where="rope_parameters",
+                got=f"objects named {', '.join(by_type)}; allowed: the settings of one embedding",
+                fix="use a checkpoint whose layers share one rotary embedding",
+            )
         legacy_kind = rope.pop("type", None)
         kind = str(rope.setdefault("rope_type", legacy_kind or "default"))
         rope.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_THETA)
