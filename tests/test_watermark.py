@@ -190,6 +190,26 @@ def test_the_context_is_the_newest_tokens_and_then_the_drafts():
     assert watermarker.contexts[2] == [[5, 100, 101], [-1, -1, -1], [8, 100, 101]]
 
 
+def test_a_block_is_marked_step_by_step():
+    slots, history = torch.tensor([2, -1, 0]), torch.tensor([[5, 6, 7, 8]] * 3)
+    logits = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(6).view(3, 2)
+
+    def draw(sample):
+        sampler = sampler_with(KeyedGumbel(3), cache_for(4, 2, 50), 2)
+        sampler.begin(slots, slots, torch.ones(4), torch.arange(4), history)
+        return sample(sampler), sampler.cache.logits
+
+    block, stored = draw(lambda sampler: sampler.sample_block(logits, positions))
+    steps, expected = draw(
+        lambda sampler: torch.stack(
+            [sampler.sample(logits[:, i], i, positions[:, i]) for i in range(2)], 1
+        )
+    )
+    assert torch.equal(block, steps)
+    assert torch.equal(stored, expected)
+
+
 @pytest.mark.parametrize("shard", [Shard(2, 0), Shard(2, 1)], ids=str)
 def test_every_rank_marks_alike_and_stores_its_own_rows(shard):
     slots = torch.tensor([3, 0, -1, 2])
