@@ -26,3 +26,9 @@ class TestReducedDFlash(SpeculatorConformance):
         config = read_model_config(target) or {}
         drafter = random_dflash(tmp_path / "draft", config, draft_vocab_size=REDUCED)
         return Subject({**drafter, "num_speculative_tokens": 3}, target)
+
+
+class TestXPress(SpeculatorConformance):
+    @pytest.fixture
+    def subject(self, tmp_path: Path) -> Subject:
+        return tiny_subject("xpress", tmp_path)

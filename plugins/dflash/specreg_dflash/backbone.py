@@ -16,7 +16,7 @@ from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.block import Block
 from specreg_dflash.layer import BlockLayer
 
-__all__ = ["Backbone", "rename_backbone_tensor"]
+__all__ = ["Backbone", "backbone_file_name", "rename_backbone_tensor"]
 
 ENDS = "ends."
 _PREFIXES = (
@@ -37,6 +37,11 @@ def rename_backbone_tensor(name: str) -> str | Ignored:
         if name.startswith(prefix):
             name = ours + name.removeprefix(prefix)
     return name.replace(".self_attn.attention_sink_bias", ".self_attn.sinks")
+
+
+def backbone_file_name(name: str) -> str:
+    """The other way round, for errors: the usual name in files of a place in `Backbone`."""
+    return name.removeprefix(ENDS).replace(".self_attn.sinks", ".self_attn.attention_sink_bias")
 
 
 class Backbone(nn.Module):

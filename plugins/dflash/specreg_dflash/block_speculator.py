@@ -14,7 +14,7 @@ from specreg.speculator import (
     TargetView,
 )
 from specreg.weights import Ignored, load_weights, module_bytes
-from specreg_dflash.backbone import Backbone, rename_backbone_tensor
+from specreg_dflash.backbone import Backbone, backbone_file_name, rename_backbone_tensor
 from specreg_dflash.backbone_config import BackboneConfig, read_backbone
 from specreg_dflash.block import Block
 from specreg_dflash.config_form import ConfigForm
@@ -70,6 +70,10 @@ class BlockSpeculator(SpeculatorBase):
         del name
         return None
 
+    def head_file_name(self, name: str) -> str:
+        """The other way round, for errors: the file's name of a place in the head."""
+        return name
+
     def attach_head(self, target: TargetView) -> None:
         """Once everything is loaded: check the head against the target and allocate buffers."""
 
@@ -108,6 +112,7 @@ class BlockSpeculator(SpeculatorBase):
             checkpoint,
             self._rename,
             absent={f"backbone.{name}": why for name, why in self.backbone.absent.items()},
+            file_name=self._file_name,
             dtype=context.dtype,
             device=context.device,
         )
@@ -125,6 +130,10 @@ class BlockSpeculator(SpeculatorBase):
             return f"head.{in_head}"
         renamed = rename_backbone_tensor(name)
         return renamed if isinstance(renamed, Ignored) else f"backbone.{renamed}"
+
+    def _file_name(self, name: str) -> str:
+        part, _, rest = name.partition(".")
+        return self.head_file_name(rest) if part == "head" else backbone_file_name(rest)
 
     def weight_bytes(self) -> int:
         return module_bytes(self.backbone) + module_bytes(self.head)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -16,14 +18,18 @@ from specreg_dflash.xpress_config import RefinerConfig, num_candidates, read_xpr
 
 __all__ = ["XPressSpeculator"]
 
-PREFIXES = ("refiner_head.", "xpress_head.")
-ALIASES = {
-    "w1.weight": "token_embed.weight",
-    "w2.weight": "readout.weight",
-    "mix.L": "mix_l",
-    "mlp_gate.weight": "mlp.gate_proj.weight",
-    "mlp_up.weight": "mlp.up_proj.weight",
-    "mlp_down.weight": "mlp.down_proj.weight",
+# Names in `Refiner` of a file's tensors, by prefix of the form; others are the same.
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "xpress_head.": {
+        "w1.weight": "token_embed.weight",
+        "w2.weight": "readout.weight",
+        "mix.L": "mix_l",
+    },
+    "refiner_head.": {
+        "mlp_gate.weight": "mlp.gate_proj.weight",
+        "mlp_up.weight": "mlp.up_proj.weight",
+        "mlp_down.weight": "mlp.down_proj.weight",
+    },
 }
 # Rows of the readout that are gathered at a time when candidates are limited, in elements.
 MAX_GATHERED = 1 << 26
@@ -37,9 +43,11 @@ class XPressSpeculator(BlockSpeculator):
     def __init__(self, context: SpeculatorContext) -> None:
         super().__init__(context)
         self.num_candidates = 0
+        self._prefix = ""
 
     def read_config(self, form: ConfigForm) -> BackboneConfig:
         backbone, self.refiner = read_xpress(form)
+        self._prefix = "refiner_head." if form.is_speculators else "xpress_head."
         self.num_candidates = num_candidates(self.refiner, self.context.options)
         return backbone
 
@@ -47,11 +55,15 @@ class XPressSpeculator(BlockSpeculator):
         return Refiner(self.refiner, config.shape.hidden_size, config.vocab_size)
 
     def rename_head_tensor(self, name: str) -> str | None:
-        for prefix in PREFIXES:
+        for prefix, aliases in ALIASES.items():
             if name.startswith(prefix):
                 name = name.removeprefix(prefix)
-                return ALIASES.get(name, name)
+                return aliases.get(name, name)
         return None
+
+    def head_file_name(self, name: str) -> str:
+        theirs = {ours: alias for alias, ours in ALIASES[self._prefix].items()}
+        return self._prefix + theirs.get(name, name)
 
     def attach_head(self, target: TargetView) -> None:
         """Fold the mixer. Raises `CheckpointError` for a refiner of another vocabulary."""
