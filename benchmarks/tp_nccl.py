@@ -222,6 +222,15 @@ def table(ranks: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def earlier_cases(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Those of the same tree on the same machine, which this run adds to."""
+    if not path.is_file():
+        return {}
+    earlier = json.loads(path.read_text())
+    cases = earlier.pop("cases")
+    return cases if earlier == facts else {}
+
+
 def page(facts: dict[str, Any], cases: dict[str, dict[str, Any]]) -> str:
     """All cases in Markdown."""
     versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device")
@@ -232,8 +241,9 @@ def page(facts: dict[str, Any], cases: dict[str, dict[str, Any]]) -> str:
         "Graphs keep memory of their own, which shows as reserved. Times are medians over steps in "
         "which every request verifies drafts, of the slowest rank; those of the exchange are of "
         "the fastest one, which does not wait for another. `verification` holds the target's head "
-        "and the rejection sampler, without the exchange. Bytes of collectives are those of their "
-        "results on rank 0.",
+        "and the rejection sampler, without the exchange. The target's forward is the same in all "
+        "arms and is launched eagerly from Python: where it differs, the host did. Bytes of "
+        "collectives are those of their results on rank 0.",
         "",
     ]
     for name, case in cases.items():
@@ -252,9 +262,12 @@ def main() -> None:
         "commit": options.commit or commit(),
         "num_ranks": options.num_ranks,
     }
-    cases = {}
+    label = re.sub(r"\W+", "-", facts["device"].lower())
+    path = options.output / f"{label}-x{options.num_ranks}"
+    cases = earlier_cases(path.with_suffix(".json"), facts)
     with tempfile.TemporaryDirectory() as folder:
-        models = {f"random {options.model_type}": make_random_models(options, Path(folder))}
+        random = f"random {options.model_type}, {options.method}"
+        models = {random: make_random_models(options, Path(folder))}
         if (real := smollm2()) is not None and options.method == "draft_model":
             models[SMOLLM2] = real
         for name, (target, speculative) in models.items():
@@ -280,8 +293,6 @@ def main() -> None:
             seconds = round(time.perf_counter() - started, 1)
             cases[name] = {"shape": shape, "seconds": seconds, "checks": checks, "ranks": ranks}
     options.output.mkdir(parents=True, exist_ok=True)
-    label = re.sub(r"\W+", "-", facts["device"].lower())
-    path = options.output / f"{label}-x{options.num_ranks}"
     path.with_suffix(".md").write_text(page(facts, cases))
     path.with_suffix(".json").write_text(json.dumps(facts | {"cases": cases}, indent=1) + "\n")
     print(f"written: {path}.md and .json")

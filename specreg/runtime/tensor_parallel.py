@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorParallel"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+SECONDS_TO_LAUNCH = 1.0
 
 # Unless told otherwise torch ends the whole process when a collective of NCCL is aborted.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -58,6 +60,7 @@ class TensorParallel:
         self.counts: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
         self._is_aborted = False
+        self._launching = threading.Lock()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels launch, and NCCL communicates
         if size == 1:
@@ -95,10 +98,14 @@ class TensorParallel:
         What they leave in their results means nothing, and `raise_if_aborted` says so. Returns when
         the CUDA graphs that hold collectives are released.
         """
-        if not self._is_aborted:
-            self._is_aborted = True
-            if dist.group.WORLD is not None:
-                dist.group.WORLD.abort()
+        # Aborting takes torch's own lock until the graphs are released, and so a collective that is
+        # launched meanwhile would never return. One whose launch hangs is let go by the abort.
+        has_lock = self._launching.acquire(timeout=SECONDS_TO_LAUNCH)
+        is_first, self._is_aborted = not self._is_aborted, True
+        if has_lock:
+            self._launching.release()
+        if is_first and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()
 
     def raise_if_aborted(self) -> None:
         """To be called where results have reached the host, before anything is built on them.
@@ -137,7 +144,7 @@ class TensorParallel:
         # Integers become indices: what an aborted collective leaves must still be one.
         gathered = local.new_empty(shape) if local.is_floating_point() else local.new_zeros(shape)
         self._count("all_gather", gathered)
-        with self._peers_alive():
+        with self._peers_alive(), self._launch():
             _all_gather_single(_wire(gathered), _wire(local.contiguous()))
         return gathered.view(self.size, *local.shape)
 
@@ -158,7 +165,7 @@ class TensorParallel:
             return rows
         received = rows.new_empty((sum(receive), rows.shape[1]))
         self._count("all_to_all", received)
-        with self._peers_alive():
+        with self._peers_alive(), self._launch():
             dist.all_to_all_single(
                 _wire(received), _wire(rows.contiguous()), list(receive), list(send)
             )
@@ -186,6 +193,13 @@ class TensorParallel:
     def _count(self, kind: str, result: Tensor) -> None:
         self.counts[kind] += 1
         self.num_bytes[kind] += result.nbytes
+
+    @contextmanager
+    def _launch(self) -> Iterator[None]:
+        """Around a collective on the device: none is launched once the group is aborted."""
+        with self._launching:
+            self.raise_if_aborted()
+            yield
 
     @contextmanager
     def _peers_alive(self) -> Iterator[None]:

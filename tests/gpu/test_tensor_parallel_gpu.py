@@ -174,23 +174,39 @@ def test_sharding_frees_on_every_rank_what_the_plan_says(arms: Any) -> None:
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("delay", [None, 0.0, 1.0])
 def test_a_killed_rank_ends_the_run_in_seconds_and_is_named(
-    models: tuple[Path, Path], is_eager: bool
+    models: tuple[Path, Path], is_eager: bool, delay: float | None
 ) -> None:
+    """It dies between two steps (None), or while rank 0 runs one: either at once, so that a kernel
+    waits for it, or long enough before the first collective to be noticed by then."""
     config = config_of(models, enforce_eager=is_eager)
+    killed_at = []
     with Engine.from_config(config) as engine:
-        killed_at = 0.0
+        runner = engine._core._runner
+        run = runner._run
 
-        def kill(_: int) -> None:
-            nonlocal killed_at
+        def kill(_: int = 0) -> None:
+            killed_at.append(time.monotonic())
             os.kill(engine.process_ids[-1], signal.SIGKILL)
-            killed_at = killed_at or time.monotonic()
+
+        def run_while_it_dies(*arguments: Any) -> Any:
+            if not killed_at:
+                kill()
+                time.sleep(delay or 0.0)
+            return run(*arguments)
+
+        def on_finish(_: int) -> None:
+            if delay is None:
+                kill()
+            else:
+                runner._run = run_while_it_dies  # type: ignore[method-assign]
 
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 60)]
         with pytest.raises(RankFailedError, match="killed by signal 9") as error:
-            engine.generate(["abc", "hello world"], params, on_finish=kill)
+            engine.generate(["abc", "hello world"], params, on_finish=on_finish)
         assert error.value.where == "rank 1 of 2"
-    seconds = time.monotonic() - killed_at
+    seconds = time.monotonic() - killed_at[0]
     print(f"noticed and closed in {seconds:.2f} s")
     assert seconds < SECONDS_TO_NOTICE
     assert float(torch.ones(3, device="cuda").sum()) == 3.0  # the device serves this process still

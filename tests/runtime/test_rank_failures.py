@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,32 @@ def test_a_worker_that_cannot_start_is_told_apart_from_one_that_lost_its_peer(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RankFailedError, match="exit status 7 without a message"):
         Engine.from_config(config_of(tiny_target, tiny_draft))
+
+
+def gather_after_an_abort(tp: TensorParallel) -> list[str]:
+    """What a rank says once it has given its group up, and how it leaves."""
+    errors = []
+    tp.all_gather(torch.ones(2))
+    tp.abort()
+    tp.abort()
+    calls: list[Callable[[], object]] = [
+        tp.raise_if_aborted,
+        lambda: tp.all_gather(torch.ones(2)),
+        lambda: tp.all_to_all_rows(torch.ones(2, 3), [1, 1], [1, 1]),
+    ]
+    for call in calls:
+        try:
+            call()
+        except RankFailedError as error:
+            errors.append(error.got)
+    tp.close()
+    tp.close()
+    return errors
+
+
+def test_nothing_is_launched_in_a_group_that_was_aborted() -> None:
+    for errors in run_ranks(2, gather_after_an_abort):
+        assert errors == ["NCCL was aborted because a rank has ended"] * 3
 
 
 def drive_with_a_rank_that_drafts_something_else(tp: TensorParallel) -> str:
