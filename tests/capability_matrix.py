@@ -179,16 +179,47 @@ BLOCK_DRAFTER: Mapping[str, Any] = MappingProxyType(
         "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
     }
 )
+DFLASH2: Mapping[str, Any] = MappingProxyType(
+    {
+        **BLOCK_DRAFTER,
+        "architectures": ["DFlash2DraftModel"],
+        "dflash_config": {
+            **BLOCK_DRAFTER["dflash_config"],
+            "conv_kernel_size": 2,
+            "conv_group_size": 4,
+            "selector_rank": 4,
+            "selector_top_k": NUM_CANDIDATES,
+        },
+    }
+)
+LILICORR: Mapping[str, Any] = MappingProxyType(
+    {
+        **BLOCK_DRAFTER,
+        "architectures": ["LiLiCorrDraftModel"],
+        "dflash_config": {
+            **BLOCK_DRAFTER["dflash_config"],
+            "lilicorr_candidate_topk": NUM_CANDIDATES,
+            "lilicorr_num_heads": 1,
+            "lilicorr_num_layers": 1,
+            "lilicorr_mlp_ratio": 2.0,
+            "lilicorr_factor_dim": 4,
+            "lilicorr_vector_eps": 1e-6,
+            "lilicorr_logit_scale": 1.0,
+        },
+    }
+)
 REDUCED: Mapping[str, Any] = MappingProxyType(
     {"vocab_size": VOCAB_SIZE, "draft_vocab_size": DRAFT_VOCAB_SIZE}
 )
 REGISTERED: Mapping[str, Named] = MappingProxyType(
     {
         "dflash": Named("dense", BLOCK_DRAFTER),
+        "dflash2": Named("candidates", DFLASH2),
         "draft_model": Named("dense"),
         "eagle": Named("dense"),
         "eagle3": Named("reduced", REDUCED),
         "gemma4": Named("dense", {"model_type": "gemma4_assistant"}),
+        "lilicorr": Named("candidates", LILICORR),
         "ngram": Named("argmax only"),
         "peagle": Named("reduced", {**REDUCED, "architectures": ["PEagleDraftModel"]}),
         "xpress": Named("argmax only", {**BLOCK_DRAFTER, "architectures": ["Qwen3XPressModel"]}),

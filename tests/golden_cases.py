@@ -99,11 +99,15 @@ class GoldenTarget:
 
 @dataclass
 class Proposed:
-    """One round's proposal: `tokens [K]` and what was sampled from, by step."""
+    """One round's proposal: `tokens [K]` and what was sampled from, by step.
+
+    Of a drafter of candidates `logits` are their scores, and `ids` are they.
+    """
 
     tokens: list[int]
     logits: Tensor
     positions: list[int]
+    ids: Tensor | None = None
 
 
 class RecordingSampler(DraftSampler):
@@ -113,8 +117,25 @@ class RecordingSampler(DraftSampler):
         super().__init__(*args, **keys)
         self.steps: dict[int, Tensor] = {}
         self.positions: dict[int, int] = {}
+        self.ids: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        for noted in (self.steps, self.positions, self.ids):
+            noted.clear()
 
     def sample(self, logits: Tensor, step: int | Tensor, positions: Tensor) -> Tensor:
+        self._note(logits, step, positions)
+        return super().sample(logits, step, positions)
+
+    def sample_candidates(
+        self, ids: Tensor, scores: Tensor, step: int | Tensor, positions: Tensor
+    ) -> Tensor:
+        self._note(scores, step, positions, ids)
+        return super().sample_candidates(ids, scores, step, positions)
+
+    def _note(
+        self, logits: Tensor, step: int | Tensor, positions: Tensor, ids: Tensor | None = None
+    ) -> None:
         num_rows = len(self._slots)
         steps = step.tolist() if isinstance(step, Tensor) else [step] * len(logits)
         rows = len(logits) // num_rows
@@ -122,7 +143,8 @@ class RecordingSampler(DraftSampler):
             if int(self._slots[row // rows]) == SLOT:
                 self.steps[steps[row]] = logits[row].clone()
                 self.positions[steps[row]] = int(positions[row])
-        return super().sample(logits, step, positions)
+                if ids is not None:
+                    self.ids[steps[row]] = ids[row].clone()
 
 
 @dataclass
@@ -258,17 +280,17 @@ class Replay:
         return replace(inputs, **changes)
 
     def _propose(self, inputs: ProposeInputs) -> Proposed:
-        self.sampler.steps.clear()
-        self.sampler.positions.clear()
+        self.sampler.clear()
         self.sampler.begin(
             inputs.idx_mapping, inputs.sample_idx_mapping, self.temperature, self.seeds
         )
         output = self.speculator.propose(inputs)
-        steps = sorted(self.sampler.steps)
+        steps, ids = sorted(self.sampler.steps), self.sampler.ids
         return Proposed(
             tokens=output.tokens[0].tolist(),
             logits=torch.stack([self.sampler.steps[step] for step in steps])
             if steps
             else torch.empty(0),
             positions=[self.sampler.positions[step] for step in steps],
+            ids=torch.stack([ids[step] for step in steps]) if ids else None,
         )

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from specreg.plugin import SpeculatorSpec, hookimpl
+from specreg_dflash.candidate_declarations import (
+    dflash2_capabilities,
+    lilicorr_capabilities,
+    max_dflash2_drafts,
+    max_lilicorr_drafts,
+)
 from specreg_dflash.declarations import backbone_needs, dflash_capabilities, max_drafts
 from specreg_dflash.xpress_config import xpress_capabilities, xpress_drafts
 from specreg_dflash.xpress_options import XPressOptions
@@ -19,11 +25,35 @@ def specreg_speculators() -> list[SpeculatorSpec]:
             factory="specreg_dflash.speculator:DFlashSpeculator",
             capabilities=dflash_capabilities,
             target_needs=backbone_needs,
-            architectures=("DFlashDraftModel", "DFlashSpeculator"),
+            architectures=("DFlashDraftModel", "DFlashSpeculator", "MuseGlimmerAssistantModel"),
             model_types=("dflash",),
             default_num_speculative_tokens=max_drafts,
             random_drafter="specreg_dflash.random_drafter:random_dflash",
             summary="a block of mask tokens over the target's states, filled in by one pass",
+        ),
+        SpeculatorSpec(
+            name="dflash2",
+            methods=("dflash", "dflash2"),
+            factory="specreg_dflash.dflash2_speculator:DFlash2Speculator",
+            capabilities=dflash2_capabilities,
+            target_needs=backbone_needs,
+            architectures=("DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlash2Speculator"),
+            model_types=("dflash2",),
+            default_num_speculative_tokens=max_dflash2_drafts,
+            random_drafter="specreg_dflash.random_candidates:random_dflash2",
+            summary="a DFlash block with convolutions; a walk over each row's best candidates",
+        ),
+        SpeculatorSpec(
+            name="lilicorr",
+            methods=("dflash", "lilicorr"),
+            factory="specreg_dflash.lilicorr_speculator:LiLiCorrSpeculator",
+            capabilities=lilicorr_capabilities,
+            target_needs=backbone_needs,
+            architectures=("LiLiCorrDraftModel",),
+            model_types=("lilicorr",),
+            default_num_speculative_tokens=max_lilicorr_drafts,
+            random_drafter="specreg_dflash.random_candidates:random_lilicorr",
+            summary="a DFlash block whose candidates are scored in sight of each other",
         ),
         SpeculatorSpec(
             name="xpress",
