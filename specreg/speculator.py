@@ -288,9 +288,12 @@ class SpeculatorBase:
             same. The host hands it to the `DraftSampler`, and so draft ids never leave the core.
         opt_out_reason: why `supports_batch_sharded_draft_logits` answers False, where loading has
             told; the plan's verdict repeats it.
+        tensors_of_target: names that it reads of the target's own checkpoint, where its weights lie
+            in that.
     """
 
     opt_out_reason: str = ""
+    tensors_of_target: frozenset[str] = frozenset()
 
     def __init__(self, context: SpeculatorContext) -> None:
         speculative = context.config.speculative

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -22,7 +23,7 @@ from specreg.speculator import KVRows, KVView
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DecoderOutput", "HFDecoder"]
+__all__ = ["DecoderOutput", "HFDecoder", "warn_of_unread"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,10 @@ class HFDecoder:
         max_model_len: longest request whose positions the model can encode; None when unlimited.
         head: the language-model head over the whole vocabulary.
         is_head_tied: whether `head` is the embedding's own memory.
+        unread_tensors: of the checkpoint, that the model has no place for.
     """
+
+    unread_tensors: tuple[str, ...] = ()
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take over a loaded model: refuse what cannot be right, then prove that the rest is.
@@ -94,6 +98,7 @@ class HFDecoder:
         *,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
+        warns: bool = True,
     ) -> HFDecoder:
         """Read a checkpoint directory; nothing is downloaded and no code of it is run.
 
@@ -101,6 +106,7 @@ class HFDecoder:
             path: directory with config.json and safetensors.
             dtype: of the weights, or its name; "auto" keeps the checkpoint's.
             device: where the weights go.
+            warns: whether to log `unread_tensors`; a caller that does not knows who reads them.
 
         Raises:
             CheckpointError: files are missing or do not fill every parameter.
@@ -108,9 +114,13 @@ class HFDecoder:
             MissingDependencyError: `transformers` is not installed.
         """
         Checkpoint(path)  # refuses, with what to do, what would otherwise fail further in
-        model = _from_pretrained(os.fspath(path), dtype)
+        model, unread = _from_pretrained(os.fspath(path), dtype)
         model.requires_grad_(False)
-        return cls(cast(Any, model).to(device))
+        decoder = cls(cast(Any, model).to(device))
+        decoder.unread_tensors = unread
+        if warns:
+            warn_of_unread(path, unread)
+        return decoder
 
     def forward(
         self,
@@ -190,7 +200,16 @@ class HFDecoder:
         )
 
 
-def _from_pretrained(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
+def warn_of_unread(path: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """Log the names of tensors that nothing reads, if there are any."""
+    if told := ", ".join(names):
+        logger.warning("%s: tensors that nothing reads: %s", path, told)
+
+
+def _from_pretrained(
+    path: str, dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model, and the tensors that it has no place for."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -210,16 +229,17 @@ def _from_pretrained(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
                 got="decoder layers with cross-attention; allowed: decoders only",
                 fix="use a decoder-only language model",
             )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            attn_implementation="eager",
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-            **options,
-        )
+        with _without_load_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+                **options,
+            )
     except ImportError as error:
         raise MissingDependencyError(
             "the checkpoint's format needs a package that is not installed",
@@ -237,11 +257,26 @@ def _from_pretrained(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
         ) from error
     model, report = loaded
     _check_report(path, report)
-    return cast("PreTrainedModel", model)
+    return cast("PreTrainedModel", model), tuple(sorted(report["unexpected_keys"]))
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep back the table of tensors that transformers logs: what is in it is told or refused."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter.addFilter(keep)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(keep)
 
 
 def _check_report(path: str, report: Mapping[str, Any]) -> None:
-    """Refuse a parameter that the checkpoint did not fill: it would be random. Name leftovers."""
+    """Refuse a parameter that the checkpoint did not fill: it would be random."""
     unfilled = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
     if unfilled:
         raise CheckpointError(
@@ -250,5 +285,3 @@ def _check_report(path: str, report: Mapping[str, Any]) -> None:
             got=f"{len(unfilled)} parameters without a value: {', '.join(unfilled[:5])}",
             fix="use a complete checkpoint whose config.json belongs to it",
         )
-    if unread := sorted(report["unexpected_keys"]):
-        logger.warning("%s: tensors that nothing reads: %s", path, ", ".join(unread))

@@ -15,6 +15,7 @@ from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
 from specreg.errors import ConfigError, PluginError, PolicyError, SpecregError
 from specreg.memory import GIB
+from specreg.nn.hf_decoder import warn_of_unread
 from specreg.ownership import Shard
 from specreg.policy import (
     DraftLogitsPlan,
@@ -163,6 +164,8 @@ def load_models(
         drafting = _load_drafting(
             config, config.speculative, target, rejection_sampler, tp, max_model_len, registry
         )
+    read = getattr(drafting.speculator, "tensors_of_target", ()) if drafting is not None else ()
+    warn_of_unread(directory, sorted(set(target.unread_tensors).difference(read)))
     report("allocating the KV pool")
     kv_pool = _allocate_kv(config, target, drafting, tp, max_model_len)
     target.attach_kv(kv_pool.view(0, is_read_only=True))

@@ -63,6 +63,7 @@ class Target:
         self.dtype, self.device = decoder.dtype, decoder.device
         self.max_model_len = decoder.max_model_len
         self.generation_config = decoder.generation_config
+        self.unread_tensors = decoder.unread_tensors
         self.shard_width = cdiv(self.vocab_size, self.shard.num_shards)
         if self.shard.num_shards > 1:
             start = min(self.shard.shard_idx * self.shard_width, self.vocab_size)
@@ -78,8 +79,11 @@ class Target:
         shard: Shard | None = None,
         collectives: ColumnGather | None = None,
     ) -> Target:
-        """Load a checkpoint directory; see `HFDecoder.load` for its errors."""
-        decoder = HFDecoder.load(path, dtype=dtype, device=device)
+        """Load a checkpoint directory; see `HFDecoder.load` for its errors.
+
+        What the target does not read may be a speculator's: the caller warns of `unread_tensors`.
+        """
+        decoder = HFDecoder.load(path, dtype=dtype, device=device, warns=False)
         return cls(decoder, shard, collectives)
 
     @property

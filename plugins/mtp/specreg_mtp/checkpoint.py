@@ -132,16 +132,13 @@ class MTPCheckpoint:
         for family, names in zip(families, readers, strict=True):
             if names.modules(self.file.names):
                 return family, names
-        wanted = " or ".join(
-            names.convention.names["projection"].format(i=0, n=names.num_target_layers)
-            for names in readers
-        )
+        wanted = " or ".join(names.write(0, "projection", "weight") for names in readers)
         raise self._error(
             "the target's checkpoint holds no MTP modules"
             if self.is_in_target
             else "the checkpoint holds no MTP modules",
-            f"{len(self.file.names)} tensors, none of a module; allowed: {wanted}.weight and the "
-            "rest of it",
+            f"{len(self.file.names)} tensors, none of a module; allowed: {wanted}, and the rest "
+            "of it",
             "name a checkpoint of MTP modules with the key 'model', or one of the target that kept "
             "them: conversions and quantised exports often drop them",
         )
