@@ -40,8 +40,8 @@ import sys
 from specreg.config import EngineConfig
 from specreg.policy import resolve
 from specreg.registry import get_registry
-method = get_registry().speculators[0].spec.methods[0]
-speculative = {{"method": method, "model": "absent", "num_speculative_tokens": 3}}
+assert len(get_registry().speculators) > 1
+speculative = {{"method": "draft_model", "model": "absent", "num_speculative_tokens": 3}}
 resolve(EngineConfig.parse({{"speculative_config": speculative}}))
 print([name for name in {HEAVY} if name in sys.modules])
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +281,21 @@ def test_what_is_declared_follows_the_config() -> None:
     assert (last.hidden_states, last.aux_layer_ids) == (HiddenStates.POST_NORM, ())
     empty = spec.capabilities_for(DraftSetup())
     assert (empty.draft_vocab_size, empty.max_num_speculative_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("case", ["dflash-2", "xpress-1"])
+def test_planning_brings_no_framework(case: str) -> None:
+    source = f"""
+import sys
+from specreg.config import EngineConfig
+from specreg.policy import resolve
+print(resolve(EngineConfig.parse({{
+    "speculative": {{"model": {str(GoldenCase(case).folder / SPECULATORS)!r}}},
+    "vocab_size": 160, "dtype": "bfloat16",
+}})).num_speculative_tokens)
+print([name for name in ("torch", "transformers", "safetensors") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[1] == "[]"
