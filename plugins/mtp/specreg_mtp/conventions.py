@@ -299,12 +299,12 @@ _SHORT = {"deepseek": "deepseek_v3", "ernie": "ernie4_5_moe"}
 _UNNAMED = ("qwen", "deepseek")
 
 
-def families_of(model_type: str | None, architectures: tuple[str, ...]) -> tuple[Family, ...]:
+def families_of(model_type: object, architectures: tuple[str, ...]) -> tuple[Family, ...]:
     """The families that a config may belong to; several where only tensor names can tell.
 
     Those that are returned together read the same states of the target.
     """
-    name = (model_type or "").removesuffix("_mtp")
+    name = str(model_type or "").removesuffix("_mtp")
     for key in (*architectures, _SHORT.get(name, name)):
         if key in FAMILIES:
             return (FAMILIES[key],)
