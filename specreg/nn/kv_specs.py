@@ -18,7 +18,14 @@ _FULL_ATTENTION_EVERY: Mapping[str, int] = {
     "gemma2": 2,
     "gemma3_text": 6,
     "gemma4_text": 6,
+    "gemma4_unified_text": 6,
     "gpt_oss": 2,
+}
+
+# Sizes that configs of these types leave to the class.
+_OWN_SIZES: Mapping[str, Mapping[str, int]] = {
+    "gemma4_text": {"head_dim": 256, "global_head_dim": 512, "sliding_window": 512},
+    "gemma4_unified_text": {"head_dim": 256, "global_head_dim": 512, "sliding_window": 1024},
 }
 
 
@@ -33,7 +40,8 @@ def kv_specs_from_config(config: Mapping[str, Any]) -> tuple[KVLayerSpec, ...]:
     Raises:
         CheckpointError: a number that sizes the layers is missing.
     """
-    text = text_config_of(config)
+    told = text_config_of(config)
+    text = {**_OWN_SIZES.get(told.get("model_type", ""), {}), **told}
     num_layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     num_heads = _number(text, "num_attention_heads", "n_head", "num_heads")
     num_kv_heads = text.get("num_key_value_heads") or num_heads

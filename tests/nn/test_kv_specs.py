@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from specreg.capabilities import KVLayerSpec
 from specreg.errors import CheckpointError
@@ -34,6 +35,17 @@ def test_the_head_dim_is_the_configs_or_the_quotient() -> None:
 def test_without_grouping_every_head_has_keys_of_its_own() -> None:
     config = {"n_layer": 2, "n_head": 4, "n_embd": 32}
     assert kv_specs_from_config(config) == (KVLayerSpec(4, 8),) * 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "window"), [("gemma4_text", 512), ("gemma4_unified_text", 1024)]
+)
+def test_gemma_4_has_sizes_that_its_configs_leave_out(model_type: str, window: int) -> None:
+    sliding = KVLayerSpec(2, 256, sliding_window=window)
+    expected = (sliding,) * 5 + (KVLayerSpec(2, 512),)
+    assert kv_specs_from_config({**BASE, "model_type": model_type}) == expected
+    config = AutoConfig.for_model(model_type, **BASE)
+    assert kv_specs_from_config(config.to_dict()) == expected
 
 
 @pytest.mark.parametrize(

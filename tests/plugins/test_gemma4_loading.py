@@ -418,21 +418,31 @@ def test_config_keys_that_nothing_reads_are_told(
     assert "keys that nothing reads: stray, text_config.astray" in caplog.text
 
 
-def test_a_config_as_transformers_writes_it_leaves_nothing_unread(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backbone_size", "window"), [("", 1536, 512), ("Unified", 3840, 1024)]
+)
+def test_a_config_as_transformers_writes_it_leaves_nothing_unread(
+    tmp_path: Path, kind: str, backbone_size: int, window: int
+) -> None:
     transformers = pytest.importorskip("transformers")
-    settings = transformers.Gemma4AssistantConfig(
-        text_config=transformers.Gemma4TextConfig(
-            num_hidden_layers=4, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0
-        )
-    )
-    settings.save_pretrained(tmp_path)
+    plain = {} if kind else {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    text_config = getattr(transformers, f"Gemma4{kind}TextConfig")(num_hidden_layers=4, **plain)
+    make = getattr(transformers, f"Gemma4{kind}AssistantConfig")
+    make(text_config=text_config).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     reader = ConfigReader(config, "config.json")
     read = AssistantConfig.read(reader)
     assert reader.unread() == []
-    assert read.backbone_size == 1536
-    assert dict(read.head_dims) == {"sliding_attention": 256, "full_attention": 512}
-    assert read.layer_types == ("sliding_attention",) * 3 + ("full_attention",)
+    sparse = {**config, "text_config": dict(config["text_config"])}
+    del sparse["backbone_hidden_size"]
+    for key in ("sliding_window", "head_dim", "per_layer_config", "rope_parameters"):
+        del sparse["text_config"][key]
+    for found in (read, AssistantConfig.read(ConfigReader(sparse, "config.json"))):
+        assert found.backbone_size == backbone_size
+        assert found.sliding_window == window
+        assert dict(found.head_dims) == {"sliding_attention": 256, "full_attention": 512}
+        assert dict(found.ropes) == config["text_config"]["rope_parameters"]
+        assert found.layer_types == ("sliding_attention",) * 3 + ("full_attention",)
 
 
 def test_random_assistants_are_for_gemma_4_only(tmp_path: Path) -> None:

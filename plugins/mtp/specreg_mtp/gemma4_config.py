@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 from specreg.config_reader import ConfigReader
 from specreg.errors import CheckpointError
 
-__all__ = ["FULL", "SLIDING", "AssistantConfig", "Centroids"]
+__all__ = ["FULL", "SLIDING", "UNIFIED", "AssistantConfig", "Centroids"]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Where layer types are left out, every sixth layer sees everything.
 FULL_EVERY = 6
-DEFAULT_BACKBONE_SIZES = MappingProxyType(
-    {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
-)
+UNIFIED = "gemma4_unified_assistant"
 DEFAULT_ROPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -84,18 +82,20 @@ class AssistantConfig:
         _refuse_foreign_parts(text)
         layer_types = _layer_types(text)
         vocab_size = text.integer("vocab_size")
-        default = DEFAULT_BACKBONE_SIZES.get(str(config.config.get("model_type")), 1536)
+        default_backbone, default_window = 1536, 512
+        if config.config.get("model_type") == UNIFIED:
+            default_backbone, default_window = 3840, 1024
         # Keys and values are the target's, so that their heads are, too.
         text.accept("num_key_value_heads", "num_global_key_value_heads", "attention_k_eq_v")
         return cls(
-            backbone_size=config.integer("backbone_hidden_size", default),
+            backbone_size=config.integer("backbone_hidden_size", default_backbone),
             hidden_size=text.integer("hidden_size"),
             intermediate_size=text.integer("intermediate_size"),
             vocab_size=vocab_size,
             num_heads=text.integer("num_attention_heads"),
             layer_types=layer_types,
             head_dims=_head_dims(text, layer_types),
-            sliding_window=text.integer("sliding_window", 512),
+            sliding_window=text.integer("sliding_window", default_window),
             ropes=_ropes(text, layer_types),
             eps=text.number("rms_norm_eps", 1e-6),
             act=text.text("hidden_activation", "gelu_pytorch_tanh"),

@@ -12,12 +12,12 @@ import torch
 from specreg.errors import ConfigError
 from specreg.model_config import read_model_config, text_config_of
 from specreg.testing import Subject, save_kit_target, save_random_checkpoint
-from specreg_mtp.gemma4_config import DEFAULT_ROPES, FULL, SLIDING
+from specreg_mtp.gemma4_config import DEFAULT_ROPES, FULL, SLIDING, UNIFIED
 from specreg_mtp.gemma4_sharing import last_owners
 
 __all__ = ["random_drafter", "save_random_assistant", "tiny_subject"]
 
-UNIFIED, PLAIN = "gemma4_unified_assistant", "gemma4_assistant"
+PLAIN = "gemma4_assistant"
 TARGET_TYPES = {"gemma4_text": PLAIN, "gemma4_unified_text": UNIFIED}
 MAX_HIDDEN_SIZE = 64
 NUM_SPECULATIVE_TOKENS = 3
@@ -97,7 +97,7 @@ def save_random_assistant(
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
         "layer_types": layer_types,
-        "sliding_window": text.get("sliding_window"),
+        "sliding_window": owners[SLIDING].spec.sliding_window if SLIDING in owners else None,
         "rope_parameters": text.get("rope_parameters") or dict(DEFAULT_ROPES),
         **text_keys,
     }
