@@ -96,6 +96,7 @@ def load_weights(
                 f"{name!r} in {tensor.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}",
             )
         found[key] = _as(tensor, state[key], dtype)
+        del tensor  # or it would still be there while the next one is read
     if missing := sorted(state.keys() - found.keys() - absent.keys()):
         shapes = ", ".join(f"{file_name(name)} {list(state[name].shape)}" for name in missing[:5])
         raise _error(
