@@ -211,6 +211,14 @@ LILICORR: Mapping[str, Any] = MappingProxyType(
 REDUCED: Mapping[str, Any] = MappingProxyType(
     {"vocab_size": VOCAB_SIZE, "draft_vocab_size": DRAFT_VOCAB_SIZE}
 )
+THREE_MODULES: Mapping[str, Any] = MappingProxyType(
+    {
+        "model_type": "glm4_moe",
+        "num_nextn_predict_layers": 3,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+    }
+)
 REGISTERED: Mapping[str, Named] = MappingProxyType(
     {
         "dflash": Named("dense", BLOCK_DRAFTER),
@@ -220,6 +228,8 @@ REGISTERED: Mapping[str, Named] = MappingProxyType(
         "eagle3": Named("reduced", REDUCED),
         "gemma4": Named("dense", {"model_type": "gemma4_assistant"}),
         "lilicorr": Named("candidates", LILICORR),
+        "mtp": Named("dense"),
+        "multi_module_mtp": Named("dense", THREE_MODULES),
         "ngram": Named("argmax only"),
         "peagle": Named("reduced", {**REDUCED, "architectures": ["PEagleDraftModel"]}),
         "xpress": Named("argmax only", {**BLOCK_DRAFTER, "architectures": ["Qwen3XPressModel"]}),
