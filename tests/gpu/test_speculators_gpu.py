@@ -1,4 +1,4 @@
-"""Every installed speculator on a GPU: the kit's promises in half precision, and its CUDA graphs."""
+"""Every installed speculator on a GPU: the kit in half precision, graphs, the tokens of the CPU."""
 
 from __future__ import annotations
 

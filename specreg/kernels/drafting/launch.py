@@ -78,7 +78,9 @@ def draw_drafts(
     padded = 1 << (num_blocks - 1).bit_length()
     per_program = min(reduce.blocks_per_program, padded)
     blocks = torch.empty(num_tokens * num_blocks, dtype=torch.int64, device=device)
-    arrivals = torch.empty(blocks.shape, device=device) if reduce.has_arrivals else None
+    arrivals = None
+    if reduce.has_arrivals:
+        arrivals = torch.empty(blocks.shape, dtype=torch.float32, device=device)
     logits_stride = logits.stride(0)
     key = (
         store.key,
