@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from specreg.capabilities import Capabilities, DraftLogitsLayout, TargetNeeds
-from specreg.errors import CheckpointError, PluginError
+from specreg.errors import CheckpointError, ConfigError, PluginError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -224,11 +224,11 @@ class SpeculatorSpec:
         _require(is_version, owner, "api_version", self.api_version, f"1 to {API_VERSION}")
 
     def capabilities_for(self, setup: DraftSetup) -> Capabilities:
-        """Capabilities for what is known. Raises `PluginError`, `CheckpointError`."""
+        """Capabilities for what is known. Raises `PluginError`, `CheckpointError`, `ConfigError`."""
         return self._fact("capabilities", Capabilities, setup)
 
     def needs_for(self, setup: DraftSetup) -> TargetNeeds:
-        """Target needs for what is known. Raises `PluginError`, `CheckpointError`."""
+        """Target needs for what is known. Raises `PluginError`, `CheckpointError`, `ConfigError`."""
         return self._fact("target_needs", TargetNeeds, setup)
 
     def _fact(self, field: str, kind: type[_Fact], setup: DraftSetup) -> _Fact:
@@ -237,7 +237,7 @@ class SpeculatorSpec:
             return declared
         try:
             fact = declared(setup)
-        except CheckpointError:  # The draft config is at fault, not the plugin.
+        except (CheckpointError, ConfigError):  # Config or options are at fault, not the plugin.
             raise
         except Exception as error:
             raise PluginError(

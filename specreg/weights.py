@@ -39,6 +39,7 @@ def load_weights(
     absent: Mapping[str, str] | None = None,
     file_name: Callable[[str], str] = str,
     dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype] | None = None,
     device: torch.device | str,
 ) -> None:
     """Give every parameter and buffer of a module its tensor of the checkpoint.
@@ -53,14 +54,16 @@ def load_weights(
             not needed; None for one that belongs to somebody else, such as the target.
         absent: names of the state dict that the file may lack, each with the reason.
         file_name: from a name of the state dict to the file's, for errors.
-        dtype, device: of the loaded parameters.
+        dtype: of the loaded parameters.
+        dtypes: of those that are kept in another one, by name of the state dict.
+        device: of the loaded parameters.
 
     Raises:
         CheckpointError: a tensor that nothing reads, two for one parameter, another shape, one in a
             quantised dtype, or a parameter without a tensor; it names them.
     """
     state = module.state_dict(keep_vars=True)
-    absent = absent or {}
+    absent, dtypes = absent or {}, dtypes or {}
     found: dict[str, Tensor] = {}
     for name in checkpoint.names:
         key = rename(name)
@@ -95,7 +98,7 @@ def load_weights(
                 "a tensor of the checkpoint is quantised, and nothing dequantises it",
                 f"{name!r} in {tensor.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}",
             )
-        found[key] = _as(tensor, state[key], dtype)
+        found[key] = _as(tensor, state[key], dtypes.get(key, dtype))
         del tensor  # or it would still be there while the next one is read
     if missing := sorted(state.keys() - found.keys() - absent.keys()):
         shapes = ", ".join(f"{file_name(name)} {list(state[name].shape)}" for name in missing[:5])

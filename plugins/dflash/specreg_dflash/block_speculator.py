@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +50,11 @@ class BlockSpeculator(SpeculatorBase):
     def num_block_rows(self) -> int:
         """Rows of a request: the anchor and a mask row a draft."""
         return self.num_speculative_tokens + 1
+
+    @property
+    def head_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtypes of the head's parameters that are kept in another one than the run's."""
+        return {}
 
     def read_config(self, form: ConfigForm) -> BackboneConfig:
         """Read the backbone's keys and the drafter's own. Raises `CheckpointError`."""
@@ -114,6 +121,7 @@ class BlockSpeculator(SpeculatorBase):
             absent={f"backbone.{name}": why for name, why in self.backbone.absent.items()},
             file_name=self._file_name,
             dtype=context.dtype,
+            dtypes={f"head.{name}": dtype for name, dtype in self.head_dtypes.items()},
             device=context.device,
         )
         mask = read_mask_embedding(context.draft_path, config)
