@@ -11,6 +11,7 @@ from specreg.config import SpeculativeConfig
 from specreg.errors import (
     AmbiguousSpeculatorError,
     BrokenPluginError,
+    CheckpointError,
     ConfigError,
     PluginError,
     UnknownMethodError,
@@ -353,6 +354,14 @@ class TestTheDeclaredNumberOfDraftTokens:
         assert select(loaded, {"depth": 4}, method="toy").setup.num_speculative_tokens == 3
         with pytest.raises(ConfigError, match="draft tokens is not known"):
             select(loaded, {}, **asked)
+
+    def test_a_draft_config_that_is_at_fault_is_told_as_such(self):
+        def default(config):
+            raise CheckpointError("no depth", where="config.json", got="{}", fix="add it")
+
+        loaded = registry(ToyPlugin(spec("toy", default_num_speculative_tokens=default)))
+        with pytest.raises(CheckpointError, match="no depth"):
+            select(loaded, {"a": 1}, method="toy", num_speculative_tokens=None)
 
     def test_may_not_exceed_what_the_speculator_can(self):
         bounded = spec("toy", capabilities=capabilities(max_num_speculative_tokens=2))
