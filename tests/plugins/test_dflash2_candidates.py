@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from peak_memory import Peak
 from specreg_dflash.candidate_walk import walk
 from specreg_dflash.candidates import (
     BLOCK_COLUMNS,
@@ -54,6 +55,14 @@ def test_candidates_are_the_best_columns_and_equal_ones_go_by_id(
     ):
         assert ids.tolist() == sorted_columns(row)[:num_candidates]
         assert torch.equal(values, row[ids].float())
+
+
+def test_finding_them_holds_little_beside_the_logits() -> None:
+    vocab_size = 151_936
+    logits = torch.randn(4, 7, vocab_size).bfloat16()
+    with Peak(logits) as peak:
+        top_candidates(logits, 16, vocab_size)
+    assert peak.num_bytes < 0.3 * logits.nbytes  # keys of all columns would take four times these
 
 
 @pytest.mark.parametrize("vocab_size", [5, 40 * BLOCK_COLUMNS - 1, 40 * BLOCK_COLUMNS + 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from golden_cases import GoldenCase, GoldenTarget, Replay
+from peak_memory import Peak
 from safetensors.torch import load_file, save_file
 from specreg_dflash.convolution import GroupedConvolution
 from specreg_dflash.convolved_layer import ConvolvedLayer
 from specreg_dflash.layer import BlockLayer
 from specreg_dflash.random_candidates import random_dflash2, random_lilicorr
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from specreg.errors import CheckpointError
+from specreg.errors import CheckpointError, SpecregError
 
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors, dict[str, Any]], None]
@@ -161,6 +159,18 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ),
     (
         "dflash2-1",
+        "a map of another length",
+        with_({"d2t": MOVING[:150]}),
+        r"another shape.*'d2t' \[150\]; allowed: \[160\]",
+    ),
+    (
+        "dflash2-1",
+        "a map out of range",
+        with_({"d2t": torch.ones(160).long()}),
+        r"does not map into the target.*such as \[160\]",
+    ),
+    (
+        "dflash2-1",
         "a reduced vocabulary",
         with_({HEAD: TABLE[:96], "d2t": torch.zeros(96).long()}, draft_vocab_size=96),
         r"needs the whole vocabulary.*draft_vocab_size.*96; allowed: the vocab_size 160",
@@ -208,8 +218,15 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("case", "what", "change", "message"), REFUSED, ids=[f"{c}: {w}" for c, w, *_ in REFUSED]
 )
 def test_it_is_refused(case: str, what: str, change: Change, message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=re.compile(message, re.DOTALL)):
+    with pytest.raises(SpecregError, match=re.compile(message, re.DOTALL)):
         load(case, tmp_path, change)
+
+
+@pytest.mark.parametrize("case", ["dflash2-1", "lilicorr-1"])
+def test_a_target_of_another_width_is_another_target(case: str, tmp_path: Path) -> None:
+    message = re.compile(r"another target.*target_hidden_size.*64; allowed: 32", re.DOTALL)
+    with pytest.raises(CheckpointError, match=message):
+        load(case, tmp_path, target=OtherTarget(hidden_size=32))
 
 
 @pytest.mark.parametrize("case", ["dflash2-1", "lilicorr-1"])
@@ -249,46 +266,6 @@ def test_every_tensor_of_the_lattice_and_of_the_convolutions_is_required(
     message = f"1 without a tensor: .*{re.escape(name)} "
     with pytest.raises(CheckpointError, match=message):
         load("lilicorr-1", tmp_path, without(name))
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of CPU storage that operations have held at once.
-
-    Args:
-        others: tensors that are somebody else's.
-
-    Attributes:
-        num_bytes: the peak.
-    """
-
-    def __init__(self, *others: Tensor) -> None:
-        super().__init__()
-        self._seen: dict[int, Any] = {}
-        self.num_bytes = self._live = 0
-        for tensor in others:
-            self._note(tensor.untyped_storage())
-        self.num_bytes = self._live = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        result = func(*args, **(kwargs or {}))
-        for value in tree_iter((args, kwargs, result)):
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                self._note(value.untyped_storage())
-        return result
-
-    def _note(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-
-        def free(_reference: Any) -> None:
-            self._live -= size
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, free)
-        self._live += size
-        self.num_bytes = max(self.num_bytes, self._live)
 
 
 def saved(folder: Path, vocab_size: int, method: str = "dflash2") -> tuple[dict[str, Any], Any]:
