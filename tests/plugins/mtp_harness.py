@@ -61,6 +61,7 @@ class Harness:
         num_steps: K.
         target: None makes one up.
         dtype: of the run.
+        max_model_len: positions that are drafted for.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Harness:
         num_steps: int = 3,
         target: MadeUpTarget | None = None,
         dtype: torch.dtype = torch.float32,
+        max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         self.target = target or MadeUpTarget(dtype)
         keys = {**speculative, "num_speculative_tokens": num_steps}
@@ -83,7 +85,7 @@ class Harness:
             config=config.model_copy(update={"speculative": selection.speculative}),
             setup=selection.setup,
             draft_path=keys["model"],
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             device=torch.device("cpu"),
             dtype=dtype,
         )

@@ -155,6 +155,18 @@ def test_addresses_are_fixed_and_replaying_draft_reads_them_anew(tmp_path: Path)
     assert before == after
 
 
+@pytest.mark.parametrize("name", ["a plain target", "glm"])
+def test_nothing_is_drafted_or_written_at_positions_out_of_reach(name: str, tmp_path: Path) -> None:
+    FAMILIES[name].save(tmp_path)
+    harness = Harness({"method": "mtp", "model": str(tmp_path)}, max_model_len=8)
+    harness.prompt(LONG[:6], 4)
+    for _ in range(5):
+        harness.verified(0, 6)
+    assert harness.drafts == [-1, -1, -1]
+    for module in range(len(harness.needs.kv_specs)):
+        assert not kept_kv(harness, module, 16)[:, 8:].any()
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_one_module_repeated_is_the_other_scheme_of_the_golden_case(
     chunk: int | None, tmp_path: Path

@@ -8,7 +8,8 @@ from typing import Any
 from specreg.config_reader import ConfigReader
 from specreg.errors import CheckpointError
 from specreg.nn.shape import DecoderShape
-from specreg_mtp.conventions import Family, LayerKind
+from specreg_mtp.conventions import Family
+from specreg_mtp.layer_kinds import LayerKind
 
 __all__ = ["layer_shapes"]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from specreg.drafters.shifted_rows import shift_rows
-from specreg.kernels.common.upload import upload
 from specreg.speculator import (
     DraftOutput,
     KVRows,
@@ -67,10 +66,10 @@ class MultiModuleSpeculator(SpeculatorBase):
         """Rows whose tokens are known to every module: the prompt goes on for long enough."""
         assert self.kv is not None
         assert inputs.hidden_states is not None
-        host_rows, offsets = _rows_before(inputs.query_start_loc, self.window.width)
-        if not host_rows:
+        offsets = _offsets_before(inputs.query_start_loc, self.window.width)
+        if offsets[-1] == 0:
             return
-        rows = upload(torch.tensor(host_rows), inputs.input_ids.device)
+        rows = _rows_before(inputs, self.window.width, offsets[-1])
         addresses = KVRows.causal(slots[rows], inputs.positions[rows], offsets)
         states = inputs.hidden_states[rows]
         for step in range(self.num_speculative_tokens):
@@ -104,11 +103,17 @@ class MultiModuleSpeculator(SpeculatorBase):
         self.window.release(req_state_idx)
 
 
-def _rows_before(query_start_loc: tuple[int, ...], width: int) -> tuple[list[int], tuple[int, ...]]:
-    """Packed rows of requests with more than `width`, the last `width` left out; their offsets."""
-    rows: list[int] = []
-    offsets = [0]
-    for start, end in pairwise(query_start_loc):
-        rows += range(start, end - width)
-        offsets.append(len(rows))
-    return rows, tuple(offsets)
+def _offsets_before(query_start_loc: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Offsets of the requests in rows of which each has lost its last `width`."""
+    counts = (max(0, end - start - width) for start, end in pairwise(query_start_loc))
+    return tuple(accumulate(counts, initial=0))
+
+
+def _rows_before(inputs: ProposeInputs, width: int, num_rows: int) -> Tensor:
+    """Packed rows of the batch, the last `width` of each request left out."""
+    starts = inputs.query_start_loc_on_device()
+    counts = (starts.diff() - width).clamp(min=0)
+    requests = torch.arange(inputs.num_reqs, device=starts.device)
+    request = torch.repeat_interleave(requests, counts, output_size=num_rows)
+    before = counts.cumsum(0) - counts
+    return starts[request] + torch.arange(num_rows, device=starts.device) - before[request]

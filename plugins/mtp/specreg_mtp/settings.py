@@ -12,7 +12,8 @@ from specreg.config_reader import ConfigReader
 from specreg.errors import CheckpointError
 from specreg.model_config import text_config_of
 from specreg.nn.shape import DecoderShape
-from specreg_mtp.conventions import CONVENTIONS, LAYER_KINDS, Family, families_of
+from specreg_mtp.conventions import CONVENTIONS, Family, families_of
+from specreg_mtp.layer_kinds import LAYER_KINDS
 from specreg_mtp.layer_shapes import layer_shapes
 
 __all__ = ["MTPSettings", "names_modules", "num_modules_of"]
