@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specreg.capabilities import FusedSampling
 from specreg.draft_logits import DraftLogitsCache, DraftLogitsView
 from specreg.draft_vocab import check_target_ids
-from specreg.errors import InternalError, TensorError
+from specreg.errors import InternalError, PluginError, TensorError
 from specreg.fingerprint import Fingerprint
 from specreg.kernels.cache_candidates.op import cache_candidates
 from specreg.kernels.draft_sample.op import draft_sample
@@ -18,7 +19,32 @@ from specreg.marked_drafts import MarkedDrafts, refuse_marked_candidates
 if TYPE_CHECKING:
     from specreg.watermark import DraftWatermarker
 
-__all__ = ["DraftSampler"]
+__all__ = ["DraftSampler", "LentSampling"]
+
+
+class LentSampling(NamedTuple):
+    """What a declared fused sampler needs to draw a proposal itself. Tensors alias the host's.
+
+    Attributes:
+        slots: int64 `[num_reqs]`, request state index of each batch row; -1 where a request samples
+            nothing: nothing is stored for it.
+        temperature: fp32 `[max_num_seqs]` by slot; exactly 0 means argmax.
+        seeds: int64 `[max_num_seqs]` by slot.
+        cache: where logits go; None stores nothing.
+        vocab_size: columns of the target's vocabulary.
+        target_ids: int64 `[num_draft_columns]` of a reduced draft head, or None.
+        greedy: take the argmax whatever the temperature.
+        num_nans: int32 `[max_num_seqs]` by slot, counted up as `draft_sample` does.
+    """
+
+    slots: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    cache: DraftLogitsView | None
+    vocab_size: int
+    target_ids: Tensor | None
+    greedy: bool
+    num_nans: Tensor
 
 
 class DraftSampler:
@@ -38,6 +64,7 @@ class DraftSampler:
         target_ids: integers `[num_draft_columns]`, target id of each column of a reduced draft
             head; None takes the cache's.
         watermarker: draws in place of the sampler; None without one.
+        fused_sampling: what the speculator declares. One that declares none is lent nothing.
 
     Attributes:
         num_nans: int32 `[max_num_seqs]` by slot, draft rows with a NaN or without a logit above
@@ -59,6 +86,7 @@ class DraftSampler:
         greedy: bool,
         target_ids: Tensor | None = None,
         watermarker: DraftWatermarker | None = None,
+        fused_sampling: FusedSampling = FusedSampling.NONE,
     ) -> None:
         if greedy and (cache is not None or watermarker is not None):
             raise InternalError(
@@ -80,6 +108,7 @@ class DraftSampler:
         self.vocab_size = vocab_size
         self.num_speculative_tokens = num_speculative_tokens
         self.greedy = greedy
+        self._fused_sampling = fused_sampling
         self._view: DraftLogitsView | None = None if cache is None else cache.view()
         self.num_nans = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._fingerprint = Fingerprint(max_num_seqs * num_speculative_tokens, device)
@@ -229,6 +258,50 @@ class DraftSampler:
             num_nans=self.num_nans,
             greedy=self.greedy,
         )
+
+    def lend(self) -> LentSampling | None:
+        """What a fused sampler draws the proposal under way from and stores it in.
+
+        The one way past `sample`, for a speculator that declares `fused_sampling`. It writes the
+        cache as its declaration says. One that stores logits without their statistics calls
+        `mark_bare` behind that.
+
+        Returns:
+            None under a watermarker, whose draws are nobody else's: call `sample`.
+
+        Raises:
+            PluginError: the speculator does not declare fused sampling.
+        """
+        if self._fused_sampling is FusedSampling.NONE:
+            raise PluginError(
+                "a speculator samples in its own kernels and does not declare it",
+                where="DraftSampler.lend()",
+                got="Capabilities.fused_sampling none; allowed: full_cache or sharded",
+                fix="declare fused_sampling in the plugin, or draw with DraftSampler.sample",
+            )
+        if self._marked is not None:
+            return None
+        return LentSampling(
+            self._slots,
+            self._temperature,
+            self._seeds,
+            self._view,
+            self.vocab_size,
+            self.target_ids,
+            self.greedy,
+            self.num_nans,
+        )
+
+    def mark_bare(self) -> None:
+        """Declare all cells of the proposal under way as logits whose statistics are missing.
+
+        Verification computes them. Nothing where there is no cache; no host synchronisation.
+        """
+        if self.cache is None:
+            return
+        num_steps, num_reqs = self.num_speculative_tokens, len(self._slots)
+        steps = self._steps[:, :num_reqs].flatten()
+        self.cache.mark_bare(self._slots.repeat(num_steps), steps, self._temperature)
 
     def proposal_hash(self, tokens: Tensor) -> Tensor:
         """64-bit hash of a proposal as an int64 scalar on the device; equal on ranks that agree.

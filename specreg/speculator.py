@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specreg.config import EngineConfig
     from specreg.draft_sampler import DraftSampler
     from specreg.policy import DraftLogitsPlan
+    from specreg.registry import Registry
 
 __all__ = [
     "DraftOutput",
@@ -146,6 +147,7 @@ class SpeculatorContext:
             weights lie there; None when there is none.
         max_model_len: positions a request may have; drafting writes no KV at or beyond it.
         device, dtype: where and in what its weights are wanted.
+        registry: what is installed, for plugins with hooks of their own; None is the process's.
     """
 
     spec: SpeculatorSpec
@@ -155,6 +157,7 @@ class SpeculatorContext:
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
+    registry: Registry | None = None
 
     @property
     def options(self) -> Any:

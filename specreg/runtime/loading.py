@@ -264,6 +264,7 @@ def _load_drafting(
         max_model_len=speculative.max_model_len or max_model_len,
         device=target.device,
         dtype=target.dtype,
+        registry=registry,
     )
     speculator = _loaded_speculator(inputs, context, target)
     plan = finalize(
@@ -287,6 +288,7 @@ def _load_drafting(
         greedy=cache is None,
         target_ids=getattr(speculator, "target_ids", None),
         watermarker=watermarker,
+        fused_sampling=inputs.capabilities.fused_sampling,
     )
     needs = inputs.spec.needs_for(inputs.setup)
     if watermarker is not None:

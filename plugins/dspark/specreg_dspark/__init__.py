@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from specreg.plugin import SpeculatorSpec, hookimpl
 from specreg_dspark.declarations import dspark_capabilities, dspark_needs, max_drafts
+from specreg_dspark.hooks import DSparkHooks
 from specreg_dspark.options import DSparkOptions
 from specreg_dspark.recognition import is_dspark
 
-__all__ = ["specreg_speculators"]
+__all__ = ["specreg_hookspecs", "specreg_speculators"]
+
+
+@hookimpl
+def specreg_hookspecs() -> list[type[DSparkHooks]]:
+    return [DSparkHooks]
 
 
 @hookimpl

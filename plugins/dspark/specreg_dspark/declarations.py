@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from specreg_dflash.config_form import ConfigForm
+
 from specreg.capabilities import (
     CacheDtype,
     Capabilities,
     DraftingStyle,
     DraftLogitsLayout,
+    FusedSampling,
     TargetNeeds,
 )
 from specreg.errors import ConfigError
 from specreg.plugin import DraftSetup
-from specreg_dflash.config_form import ConfigForm
 from specreg_dspark.dspark_config import read_dspark
 
 __all__ = ["MAX_CANDIDATES", "dspark_capabilities", "dspark_needs", "max_drafts"]
@@ -40,6 +42,9 @@ def dspark_capabilities(setup: DraftSetup) -> Capabilities:
         is_cuda_graph_safe=True,
     )
     top_k = None if setup.options is None else setup.options.dspark_draft_topk
+    if top_k is None and (setup.options is None or setup.options.fused_sampling != "off"):
+        # What the stock one writes; loading tells of another one that writes the whole cache.
+        plain = replace(plain, fused_sampling=FusedSampling.SHARDED)
     if setup.draft_config:
         config = read_dspark(ConfigForm.of(setup.draft_config))
         num_columns = config.backbone.draft_vocab_size
@@ -55,6 +60,8 @@ def dspark_capabilities(setup: DraftSetup) -> Capabilities:
             draft_vocab_size=config.backbone.reduced_vocab_size,
             max_num_speculative_tokens=config.max_drafts,
         )
+        if config.markov_head != "vanilla":
+            plain = replace(plain, fused_sampling=FusedSampling.NONE)
     if top_k is not None and top_k <= MAX_CANDIDATES:
         # Candidates carry the target's ids, so the map of a reduced vocabulary is not the cache's.
         return replace(

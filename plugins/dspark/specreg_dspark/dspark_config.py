@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
-from specreg.errors import CheckpointError
 from specreg_dflash.backbone_config import BackboneConfig, read_backbone
 from specreg_dflash.config_form import ConfigForm
+
+from specreg.errors import CheckpointError
 from specreg_dspark.recognition import refuse_other_layers
 
 __all__ = ["DSparkConfig", "read_dspark"]

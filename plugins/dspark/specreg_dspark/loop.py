@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from specreg_dflash.candidates import top_candidates
 from torch import Tensor
 
 from specreg.draft_sampler import DraftSampler
-from specreg_dflash.candidates import top_candidates
 from specreg_dspark.declarations import MAX_CANDIDATES
 from specreg_dspark.dspark_config import DSparkConfig
 from specreg_dspark.markov_head import MarkovHead

@@ -27,9 +27,7 @@ class MarkovHead(nn.Module):
         backbone, self.rank = config.backbone, config.markov_rank
         self.hidden_size = backbone.shape.hidden_size
         self.markov_w1 = nn.Embedding(backbone.vocab_size, self.rank, device="meta")
-        self.markov_w2 = nn.Linear(
-            self.rank, backbone.draft_vocab_size, bias=False, device="meta"
-        )
+        self.markov_w2 = nn.Linear(self.rank, backbone.draft_vocab_size, bias=False, device="meta")
 
     def embed(self, previous: Tensor) -> Tensor:
         """`[..., rank]` of target ids; -1, of a request that drafts nothing, counts as 0."""

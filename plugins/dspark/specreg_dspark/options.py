@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = ["DSparkOptions"]
@@ -13,8 +15,14 @@ class DSparkOptions(BaseModel):
     Attributes:
         dspark_draft_topk: columns of a step that may be drafted, those that the backbone scores
             highest; None is all of them.
+        fused_sampling: `auto` draws with a fused sampler where one applies, `off` with the loop,
+            `require` makes it an error when none can be used, or when the one that was chosen does
+            not write what it declares.
+        fused_sampler: name of the fused sampler; None chooses.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dspark_draft_topk: int | None = Field(None, ge=1)
+    fused_sampling: Literal["auto", "off", "require"] = "auto"
+    fused_sampler: str | None = None

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from specreg_dflash.random_drafter import backbone_shapes, hf_config
 
 from specreg.testing import save_random_checkpoint
-from specreg_dflash.random_drafter import backbone_shapes, hf_config
 
 __all__ = ["random_dspark"]
 

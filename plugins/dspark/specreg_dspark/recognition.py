@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specreg.errors import CheckpointError
 from specreg_dflash.config_form import ConfigForm
+
+from specreg.errors import CheckpointError
 
 __all__ = ["is_dspark", "refuse_other_layers"]
 

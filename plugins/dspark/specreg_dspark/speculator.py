@@ -6,20 +6,24 @@ import logging
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
-
-from specreg.errors import CheckpointError
-from specreg.speculator import DraftOutput, SpeculatorContext, TargetView
-from specreg.weights import Ignored
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.block import Block
 from specreg_dflash.block_speculator import BlockSpeculator
 from specreg_dflash.config_form import ConfigForm
+from torch import Tensor, nn
+
+from specreg.draft_sampler import DraftSampler
+from specreg.errors import CheckpointError
+from specreg.speculator import DraftOutput, KVView, SpeculatorContext, TargetView
+from specreg.weights import Ignored
 from specreg_dspark.confidence_head import ConfidenceHead
 from specreg_dspark.declarations import MAX_CANDIDATES
 from specreg_dspark.dspark_config import DSparkConfig, read_dspark
 from specreg_dspark.loop import all_columns, best_columns, shaped, walk
 from specreg_dspark.markov_head import MarkovHead, make_markov_head
+from specreg_dspark.markov_inputs import MarkovInputs
+from specreg_dspark.probe import Probe
+from specreg_dspark.sampler_choice import SamplerChoice
 
 __all__ = ["DSparkSpeculator"]
 
@@ -36,10 +40,12 @@ class DSparkSpeculator(BlockSpeculator):
         markov: the Markov head; there after `load_model`.
         confidence: the confidence head; None where the checkpoint has none.
         num_candidates: columns a step that may be drafted; None is all.
+        sampler_choice: the fused sampler that draws, or none; there after `load_model`.
     """
 
     config: DSparkConfig
     markov: MarkovHead
+    sampler_choice: SamplerChoice
 
     def __init__(self, context: SpeculatorContext) -> None:
         super().__init__(context)
@@ -97,6 +103,29 @@ class DSparkSpeculator(BlockSpeculator):
             self._candidate_ids = self.target_ids.to(self.context.device)
             if self.num_candidates <= MAX_CANDIDATES:
                 self.target_ids = None  # candidates carry the target's ids
+        probe = Probe.of_head(
+            self.context,
+            self.config,
+            self.markov,
+            vocab_size=target.vocab_size,
+            target_ids=self.target_ids,
+        )
+        self.sampler_choice = SamplerChoice(self.context, probe, self._obstacle())
+        self.opt_out_reason = self.sampler_choice.opt_out_reason
+
+    def _obstacle(self) -> str:
+        """Why no fused sampler can draw for this drafter."""
+        if self.config.markov_head != "vanilla":
+            return f"its Markov head is {self.config.markov_head}"
+        return "" if self.num_candidates is None else "dspark_draft_topk is set"
+
+    def supports_batch_sharded_draft_logits(self) -> bool:
+        """Not where the fused sampler in use writes the full-size cache."""
+        return super().supports_batch_sharded_draft_logits() and not self.opt_out_reason
+
+    def bind(self, sampler: DraftSampler, kv: KVView) -> None:
+        super().bind(sampler, kv)
+        self.sampler_choice.bind(sampler)
 
     def propose_block(self, hidden: Tensor, anchors: Tensor, block: Block) -> DraftOutput:
         """Score all rows, walk, and tell how likely each draft is accepted."""
@@ -115,9 +144,32 @@ class DSparkSpeculator(BlockSpeculator):
 
     def _drafts(self, rows: Tensor, anchors: Tensor, positions: Tensor) -> Tensor:
         assert self.sampler is not None
-        parts = self.sampler, self.markov, self.config, self.base_logits(rows), positions
+        base = self.base_logits(rows)
+        fused = self._fused(self.sampler, base, anchors, positions)
+        if fused is not None:
+            return fused
+        parts = self.sampler, self.markov, self.config, base, positions
         if self.num_candidates is None:
             draw = all_columns(*parts)
         else:
             draw = best_columns(*parts, self.num_candidates, self._candidate_ids)
         return walk(self.markov, rows, anchors, draw)
+
+    def _fused(
+        self, sampler: DraftSampler, base: Tensor, anchors: Tensor, positions: Tensor
+    ) -> Tensor | None:
+        """The drafts of the fused sampler; None when it has done nothing."""
+        lent = sampler.lend() if self.sampler_choice.is_active else None
+        if lent is None:
+            return None
+        inputs = MarkovInputs.of(
+            lent,
+            base_logits=base,
+            anchors=anchors,
+            positions=positions[:, 0].contiguous(),
+            w1=self.markov.markov_w1.weight,
+            w2=self.markov.markov_w2.weight,
+            scale=self.config.backbone.logit_scale,
+            soft_cap=self.config.soft_cap,
+        )
+        return inputs.tokens if self.sampler_choice.run(inputs) else None

@@ -1,0 +1,133 @@
+"""Cells of a draft-logits cache in a larger buffer that shows every byte that was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from specreg.capabilities import DraftLogitsLayout
+from specreg.draft_logits import CELL_STORED, DraftLogitsView
+from specreg.draft_vocab import target_to_draft_table
+from specreg.ownership import Shard
+
+__all__ = ["SentinelCells"]
+
+SENTINEL = 0xA5
+ALIGNMENT = 128  # elements, so that kernels find the cells aligned as a cache's are
+
+
+class _Region:
+    """Memory full of the sentinel: some elements in front, then `shape`."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        cell = 1
+        for size in shape[1:]:
+            cell *= size
+        front = -(-cell // ALIGNMENT) * ALIGNMENT
+        flat = torch.empty(front + shape[0] * cell, dtype=dtype, device=device)
+        self._flat = flat.view(torch.uint8).fill_(SENTINEL)
+        self._front_bytes = front * flat.itemsize
+        self.body = flat[front:].view(*shape)
+
+    def is_changed(self) -> tuple[Tensor, Tensor]:
+        """Bytes that differ: `[front]`, and `[rows, steps, bytes a cell]`, on the host."""
+        changed = (self._flat != SENTINEL).cpu()
+        front, body = changed[: self._front_bytes], changed[self._front_bytes :]
+        return front, body.view(*self.body.shape[:2], -1)
+
+
+class SentinelCells:
+    """The cells of a whole batch, full of a sentinel, of which a view shows the first rows.
+
+    Args:
+        num_rows: rows of the buffer.
+        shard: of the view, which has the rows that the shard's share of `num_rows` requests takes.
+        layout, width, dtype: of a cell.
+        num_steps: cells a row.
+        vocab_size: columns of the target's vocabulary.
+        target_ids: of a reduced vocabulary.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        shard: Shard,
+        layout: DraftLogitsLayout,
+        width: int,
+        dtype: torch.dtype,
+        num_steps: int,
+        vocab_size: int,
+        target_ids: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        side = (num_rows, num_steps)
+        self._shard = shard
+        self._regions = {
+            "logits": _Region((*side, width), dtype, device),
+            "temperature": _Region((*side, 1), torch.float32, device),
+            "logsumexp": _Region((*side, 1), torch.float32, device),
+            "state": _Region((*side, 1), torch.uint8, device),
+        }
+        self.num_view_rows = -(-num_rows // shard.num_shards)
+        shown = {name: r.body[: self.num_view_rows] for name, r in self._regions.items()}
+        is_reduced = layout is DraftLogitsLayout.DRAFT_VOCAB and target_ids is not None
+        self.view = DraftLogitsView(
+            logits=shown["logits"],
+            temperature=shown["temperature"].squeeze(2),
+            logsumexp=shown["logsumexp"].squeeze(2),
+            state=shown["state"].squeeze(2),
+            shard=shard,
+            layout=layout,
+            vocab_size=vocab_size,
+            target_to_draft=target_to_draft_table(target_ids, vocab_size)
+            if is_reduced and target_ids is not None
+            else None,
+        )
+
+    def touched(self, slots: Iterable[int]) -> str:
+        """The first byte that has changed and may not, in words; empty when there is none.
+
+        Args:
+            slots: requests that may have been stored, where this shard owns them.
+        """
+        shard = self._shard
+        allowed = [shard.row(slot) for slot in slots if shard.owns(slot)]
+        of = f"rank {shard.shard_idx} of {shard.num_shards}"
+        for name, region in self._regions.items():
+            front, body = region.is_changed()
+            if bool(front.any()):
+                byte = len(front) - int(front.nonzero()[-1])
+                return f"as {of} it wrote {name} {byte} bytes before the cache"
+            body[allowed] = False
+            if bool(body.any()):
+                row, step, byte = (int(i) for i in body.nonzero()[0])
+                which = (
+                    f"behind the {self.num_view_rows} rows of its cache"
+                    if row >= self.num_view_rows
+                    else f"which is no row of a request that it owns and samples (rows {allowed})"
+                )
+                return f"as {of} it wrote byte {byte} of {name} in row {row}, step {step}, {which}"
+        return ""
+
+    def unwritten(self, slots: Iterable[int], stores_statistics: bool) -> str:
+        """The first cell of these requests that was not stored, in words."""
+        shard = self._shard
+        names = tuple(self._regions) if stores_statistics else ("logits",)
+        for slot in (slot for slot in slots if shard.owns(slot)):
+            row = shard.row(slot)
+            for name in names:
+                region = self._regions[name]
+                changed = region.is_changed()[1][row]
+                written = changed.view(*region.body.shape[1:], -1).any(-1)
+                if name == "state":
+                    written = region.body[row].cpu() == CELL_STORED
+                if not bool(written.all()):
+                    step, column = (int(i) for i in (~written).nonzero()[0])
+                    return (
+                        f"it left element {column} of {name} in row {row}, step {step} as it was, "
+                        "and answered True"
+                    )
+        return ""
