@@ -16,6 +16,7 @@ from specreg.kernels.cache_candidates.op import cache_candidates
 from specreg.kernels.cell_statistics.op import cell_statistics
 from specreg.kernels.draft_sample.op import draft_sample
 from specreg.kernels.gumbel_sample.op import gumbel_sample
+from specreg.kernels.markov_sample.op import markov_sample
 from specreg.kernels.paged_attention.op import paged_attention, write_kv
 from specreg.kernels.rejection_sample.op import rejection_sample
 from specreg.kernels.shard_plan.op import shard_plan
@@ -27,6 +28,7 @@ __all__ = [
     "cell_statistics",
     "draft_sample",
     "gumbel_sample",
+    "markov_sample",
     "paged_attention",
     "rejection_sample",
     "shard_plan",

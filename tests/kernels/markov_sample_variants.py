@@ -26,12 +26,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16, tp 4": {"num_shards": 4},
     "bf16, one request": {"num_reqs": 1},
     "bf16, 256 requests, tp 4": {"num_reqs": 256, "num_shards": 4},
-    "fp16 into fp32, rank 16": {"dtype": FP16, "cache_dtype": FP32, "rank": 16},
+    "fp16 into fp32, rank 16, 20 requests": {
+        "num_reqs": 20,
+        "dtype": FP16,
+        "cache_dtype": FP32,
+        "rank": 16,
+    },
     "fp32 head, rank 100, tp 2": {"dtype": FP32, "rank": 100, "num_shards": 2},
     "reduced vocabulary, tp 4": {"num_shards": 4, "is_scattered": True},
     "greedy, capped and scaled": {"is_greedy": True, "soft_cap": 30.0, "scale": 0.5},
     "no cache": {"has_cache": False},
     "one column": {"vocab_size": 1},
+    "rank 300": {"rank": 300},
 }
 
 
@@ -48,7 +54,7 @@ def kernels(
     has_cache: bool = True,
     scale: float | None = None,
     soft_cap: float | None = None,
-    overlaps: bool = False,
+    target: str = "sm_90",
 ) -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     """Each kernel of one variant with its arguments, as a launch would pass them, and options."""
     fp32, i32, i64, u8 = (
@@ -62,7 +68,7 @@ def kernels(
         statistics = StatisticsCells(fp32, fp32, u8, NUM_STEPS, num_shards - 1)
     has_scratch = not is_greedy and (cells is None or num_shards > 1 or is_scattered)
     drawing = {
-        "outs": StepArgs(i64, i32, i64, stored if has_scratch else None, vocab_size, i32),
+        "outs": StepArgs(i64, i32, i64, stored if has_scratch else None, vocab_size, i64),
         "statistics": statistics,
         "reqs": ReqArgs(i64, i64, i64, i64, None if is_greedy else fp32),
         "target_ids": i64 if is_scattered else None,
@@ -70,9 +76,9 @@ def kernels(
         "NUM_SHARDS": num_shards,
         "NUM_BLOCKS": 1 << (num_blocks - 1).bit_length(),
         "BLOCK_SIZE": k.BLOCK_SIZE,
-        "OVERLAPS": overlaps,
+        "OVERLAPS": target == "sm_90",
     }
-    tile = tile_of(num_reqs, rank, dtype)
+    tile = tile_of(num_reqs, rank, dtype, is_hip=target == "gfx942")
     for is_first in (True, False):
         yield (
             k.markov_sample_step_kernel,
@@ -88,7 +94,8 @@ def kernels(
                 "COLUMNS": tile.columns,
                 "IS_FIRST": is_first,
                 "IS_SCATTERED": is_scattered,
-                **dict(zip(("REVERSES", "AHEAD"), k.FLAGS)),
+                "GROUP": min(k.GROUP, tile.rows),
+                "VECTOR": 16 // (cache_dtype if cells is not None else dtype).itemsize,
             },
             {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         )

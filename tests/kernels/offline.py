@@ -28,14 +28,19 @@ _POINTERS = {
 
 
 def compile_offline(
-    kernel: Any, target: str, /, num_warps: int = 4, **arguments: Any
+    kernel: Any,
+    target: str,
+    /,
+    num_warps: int = 4,
+    num_stages: int | None = None,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Every stage of `kernel` for `target`, by name: "ttir", "ptx" and so on.
 
     Args:
         kernel: a `triton.jit` function.
         target: a key of `TARGETS`.
-        num_warps: as at launch.
+        num_warps, num_stages: as at launch.
         arguments: what a launch would pass by keyword: tensors (only their dtype counts), numbers,
             tuples of these, None.
     """
@@ -48,7 +53,10 @@ def compile_offline(
             value, (i,), constants, attributes, parameter.is_constexpr
         )
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps}).asm
+    options = {"num_warps": num_warps}
+    if num_stages is not None:
+        options["num_stages"] = num_stages
+    return triton.compile(source, target=TARGETS[target], options=options).asm
 
 
 def narrow_products(ttir: str) -> list[tuple[str, str]]:

@@ -55,10 +55,10 @@ def agree(batch, cache_of, *, vocab_size, greedy=False, **options):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "rank", "num_shards"), [(1, 16, 1), (513, 16, 3), (1100, 100, 2)]
+    ("vocab_size", "rank", "num_shards"), [(1, 16, 1), (513, 16, 2), (1100, 100, 1)]
 )
 def test_every_rank_draws_and_stores_as_the_twin(vocab_size, rank, num_shards):
-    slots = [4, 0, -1, 2, 1]
+    slots = [4, 0, -1, 2]
     batch = make_markov_batch(slots, vocab_size, rank=rank, temperature=[1, 0, 0.3, 1e-5, 0.7])
     for shard_idx in range(num_shards):
         cache = functools.partial(make_cache, 5, 3, vocab_size, Shard(num_shards, shard_idx))

@@ -1,0 +1,1 @@
+"""Biasing and reducing the blocks of a step: tables, base logits, rounding, masses."""
