@@ -192,6 +192,14 @@ DFLASH2: Mapping[str, Any] = MappingProxyType(
         },
     }
 )
+DSPARK: Mapping[str, Any] = MappingProxyType(
+    {
+        **BLOCK_DRAFTER,
+        "architectures": ["Qwen3DSparkModel"],
+        "markov_rank": 2,
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+    }
+)
 LILICORR: Mapping[str, Any] = MappingProxyType(
     {
         **BLOCK_DRAFTER,
@@ -224,6 +232,7 @@ REGISTERED: Mapping[str, Named] = MappingProxyType(
         "dflash": Named("dense", BLOCK_DRAFTER),
         "dflash2": Named("candidates", DFLASH2),
         "draft_model": Named("dense"),
+        "dspark": Named("reduced", DSPARK),
         "eagle": Named("dense"),
         "eagle3": Named("reduced", REDUCED),
         "gemma4": Named("dense", {"model_type": "gemma4_assistant"}),
