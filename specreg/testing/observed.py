@@ -274,6 +274,8 @@ class ObservedSpeculator:
                 if cache.shard.owns(slot):
                     row = cache.shard.row(slot)
                     cells[slot] = Cells(*(part[row].clone() for part in parts))
+                    if logits is None and bool(cache.state[row, 0] != CELL_EMPTY):
+                        log.newest_logits[slot] = _whole(cache, row)
         log.proposals.append(Proposal(keys, slots, tokens.cpu().clone(), logits, cells))
 
 
@@ -288,6 +290,19 @@ def _kept_and_given(cache: DraftLogitsCache, row: int, full: Tensor) -> tuple[Te
     else:
         given = full[:, : kept.shape[1]]
     return kept.cpu(), given.to(kept.dtype)
+
+
+def _whole(cache: DraftLogitsCache, row: int) -> Tensor:
+    """The logits `[vocab_size]` of a row's first cell, whatever the layout; fp32."""
+    kept = cache.logits[row, 0].float().cpu()
+    columns = torch.arange(len(kept))
+    if cache.layout is DraftLogitsLayout.TOP_K and cache.ids is not None:
+        columns = cache.ids[row, 0].long().cpu()
+    elif cache.layout is DraftLogitsLayout.DRAFT_VOCAB and cache.target_ids is not None:
+        columns = cache.target_ids.cpu()
+    full = torch.full((cache.vocab_size,), -torch.inf)
+    full[columns[columns >= 0]] = kept[columns >= 0]
+    return full
 
 
 def _shape_errors(output: object, shape: tuple[int, int], vocab_size: int) -> list[str]:

@@ -29,8 +29,8 @@ class Subject:
             tests their power.
         declared: check name -> why it cannot be proven here. Without an entry, a case that cannot
             run fails.
-        plugins: import strings `"module:object"` of plugins that are not installed; then these are
-            the whole registry.
+        plugins: import strings `"module"` or `"module:object"` of plugins; then these are the whole
+            registry, installed or not.
         optional_tensors: checkpoint tensors that may be missing, such as a head that is shared.
         device: where it runs; ranks that take turns share it.
         dtype: of weights and states; `"auto"` is the target checkpoint's own, fp32.
@@ -110,4 +110,5 @@ def tiny_subject(name: str, directory: Path, registry: Registry | None = None) -
 
 def _imported(path: str) -> object:
     module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found

@@ -89,8 +89,8 @@ class SamplerChoice:
             obstacle = "a draft watermarker draws"
         is_required = mode == "require"
         if obstacle:
-            if is_required or wanted is not None:
-                _refuse(f"{mode!r}, and {obstacle}", "remove what stands against it")
+            if is_required:
+                _refuse(f"'require', and {obstacle}", "remove what stands against it")
             return
         self._offer = self._chosen(wanted, is_required)
         if self._offer is None:

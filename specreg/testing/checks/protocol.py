@@ -90,9 +90,10 @@ def declared_sharding(lab: Lab) -> Iterator[Case]:
             plan = lab.run(lab.plain(each_tp), "alone").plan
             assert plan is not None
             reasons = [f"{v.rule}: {v.reason}" for v in plan.failed_verdicts]
-            withdraws = lab.capabilities.fused_sampling is FusedSampling.FULL_CACHE
-            if reasons and withdraws:
-                yield passed(f"withdrawn at load for the full-cache sampler, tp {each_tp}")
+            opts_in = {"speculator-opts-in"} >= {v.rule for v in plan.failed_verdicts}
+            may_withdraw = lab.capabilities.fused_sampling is not FusedSampling.NONE
+            if reasons and opts_in and may_withdraw:
+                yield passed(f"withdrawn at load for the fused sampler, tp {each_tp}")
             else:
                 yield not_run(name, "; ".join(reasons)) if reasons else passed(name)
         return
