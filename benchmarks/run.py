@@ -31,11 +31,13 @@ BENCHMARKS = (
     "gumbel_sample",
     "cache_candidates",
     "rejection_sample",
+    "markov_sample",
     "paged_attention",
 )
 # Columns that every benchmark has: name in a row, head of a table. Whatever else a row holds is its
 # shape. The table shows the first ones for each number of shards, the others once.
 SHARDED = {"us": "us", "spread_us": "spread", "limit_us": "limit", "ratio": "ratio"}
+COMPARED = {"loop_us": "loop"}  # shown with those of a benchmark that has them
 SHARED = {"host_us": "host", "num_launches": "launches"}
 DETAIL = ("eager_us", "moved_mb", "launches", "acceptance_length")  # in the JSON alone
 
@@ -81,7 +83,8 @@ def table(name: str, result: dict[str, Any]) -> str:
     if "error" in result:
         return "\n".join([*lines, f"failed: {result['error']}", ""])
     rows = result["rows"]
-    hidden = {*SHARDED, *SHARED, *DETAIL, "num_shards"}
+    sharded = SHARDED | {key: head for key, head in COMPARED.items() if key in rows[0]}
+    hidden = {*sharded, *SHARED, *DETAIL, "num_shards"}
     shape = [key for key in rows[0] if key not in hidden]
     by_shape: dict[tuple[Any, ...], dict[int | None, dict[str, Any]]] = {}
     for row in rows:
@@ -90,7 +93,7 @@ def table(name: str, result: dict[str, Any]) -> str:
     heads = [key.removeprefix("num_").replace("_", " ") for key in shape]
     for number in shards:
         behind = {None: "", 1: ", 1 shard"}.get(number, f", {number} shards")
-        heads += [head + behind for head in SHARDED.values()]
+        heads += [head + behind for head in sharded.values()]
     lines += [
         f"A copy moves {result['copy_tb_per_s']:.2f} TB/s.",
         "",
@@ -98,7 +101,7 @@ def table(name: str, result: dict[str, Any]) -> str:
         f"| {' | '.join('---' for _ in (*heads, *SHARED))} |",
     ]
     for values, of_shape in by_shape.items():
-        cells = [*values, *(of_shape.get(n, {}).get(key, "") for n in shards for key in SHARDED)]
+        cells = [*values, *(of_shape.get(n, {}).get(key, "") for n in shards for key in sharded)]
         cells += [max(row[key] for row in of_shape.values()) for key in SHARED]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])

@@ -9,9 +9,10 @@ from torch import Tensor
 
 __all__ = ["BaseArgs", "HeadArgs", "ReqArgs", "SizeArgs", "StepArgs", "Tile", "tile_of"]
 
-# Microseconds on one H200 (5 steps, 129,280 columns of bf16, rank 256, 4 shards), two programs a
-# multiprocessor. 8 requests: rows of 16 by 64 columns in 3 stages 122, in 2 stages 144, 128 columns
-# 137. 64 requests: rows of 64 by 64 columns 236, of 32 rows 273, of 128 rows 364.
+# One H200, 5 steps of 129,280 columns in bf16, rank 256, 4 shards, us of a call. 8 requests: 64
+# columns in 3 stages 122, in 2 stages 144, 128 columns 137. 64 requests: 64 rows 236, 32 rows 273,
+# 128 rows 364. What counts is that two programs fit on a multiprocessor. `--sweep` of
+# benchmarks/markov_sample.py times launches of other sizes.
 ROWS = (16, 32, 64)
 COLUMNS = 64
 NUM_WARPS = 8
