@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specreg.kernels.common.kernel import clean_logits
 from specreg.kernels.common.launch import launch, specialisation
@@ -38,6 +37,11 @@ from specreg.kernels.markov_sample.blocks.kernel import (
     rounded_bias,
 )
 from specreg.kernels.markov_sample.draws.kernel import draw, draw_together
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton that knows ROCm alone, where `can_overlap` is False
+    gdc_launch_dependents = gdc_wait = None
 
 __all__ = ["can_overlap", "markov_sample_triton"]
 
