@@ -7,7 +7,7 @@ import pytest
 from toy_plugins import capabilities, spec
 
 from specreg.capabilities import Capabilities, DraftingStyle, TargetNeeds
-from specreg.errors import PluginError
+from specreg.errors import CheckpointError, ConfigError, PluginError
 from specreg.specs import DraftSetup, NamedFactory, PolicyInputs, PolicyRule, Verdict
 
 
@@ -84,6 +84,15 @@ def test_a_capability_function_that_fails_names_the_speculator():
         spec(capabilities=lambda setup: setup.draft_config["absent"]).capabilities_for(DraftSetup())
     with pytest.raises(PluginError, match="allowed: TargetNeeds"):
         spec(target_needs=lambda setup: None).needs_for(DraftSetup())
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ConfigError])
+def test_a_declaration_tells_a_fault_of_the_config_as_it_is(kind):
+    def fails(setup):
+        raise kind("too many", where="here", got="9; allowed: 8", fix="lower it")
+
+    with pytest.raises(kind, match="too many"):
+        spec(capabilities=fails).capabilities_for(DraftSetup())
 
 
 def test_undeclared_capabilities_are_the_safe_ones():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from golden_cases import GoldenCase, Replay
+from dspark_cases import Watched
+from golden_cases import GoldenCase
 from specreg_dspark.loop import walk
 from torch import Tensor
 
@@ -19,30 +19,6 @@ CASES = [
     ("dspark-3", "checkpoint"),
 ]
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-class Watched:
-    """A replay that keeps what passed through the speculator in the newest round."""
-
-    def __init__(self, name: str, form: str, folder: Path, **keys: Any) -> None:
-        self.case = GoldenCase(name)
-        self.replay = Replay(self.case, {"method": "dspark", **keys}, folder, form=form)
-        self.speculator: Any = self.replay.speculator
-        self.hidden = self.confidence = torch.empty(0)
-        propose_block = self.speculator.propose_block
-
-        def watched(hidden: Tensor, *rest: Any) -> Any:
-            output = propose_block(hidden, *rest)
-            self.hidden, self.confidence = hidden, output.confidence
-            return output
-
-        self.speculator.propose_block = watched
-
-    @property
-    def rows(self) -> Tensor:
-        """Rows of the drafts, `[1, K, hidden_size]`."""
-        first = self.speculator.config.first_row
-        return self.hidden[:, first : first + self.speculator.num_speculative_tokens]
 
 
 @pytest.mark.parametrize("chunk", [None, 4, 1])

@@ -65,7 +65,8 @@ def read_dspark(form: ConfigForm) -> DSparkConfig:
     top, is_library = form.top, form.is_speculators
     block_size = DEFAULT_BLOCK_SIZE
     if "block_size" not in form.reader_of("block_size") and not is_library:
-        block_size = top.integer("dspark_block_size")
+        key = "dspark_block_size" if "dspark_block_size" in top else "block_size"
+        block_size = top.integer(key)
     top.accept("dspark_block_size")
     rank = form.reader_of("markov_rank")
     config = DSparkConfig(
@@ -85,6 +86,14 @@ def read_dspark(form: ConfigForm) -> DSparkConfig:
             f"{top.where}, markov_head_type",
             f"{config.markov_head!r}; allowed: {', '.join(MARKOV_HEADS)}",
         )
+    if "eagle_config" in top:
+        reads_taps = top.section("eagle_config").flag("use_aux_hidden_state", True)
+        if reads_taps != bool(config.backbone.aux_layer_ids):
+            _refuse(
+                "a config says twice what the drafter reads of the target, and not alike",
+                f"{top.where}, eagle_config.use_aux_hidden_state",
+                f"{reads_taps}; allowed: the same as use_aux_hidden_state elsewhere",
+            )
     if config.max_drafts < 1:
         _refuse(
             "the block of a drafter has no row for a draft",
