@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["AXES", "KINDS", "REGISTERED", "TABLE", "Kind", "Named", "Row"]
+__all__ = ["AXES", "FUSED_SAMPLERS", "KINDS", "REGISTERED", "TABLE", "Kind", "Named", "Row"]
 
 # The cartesian product of these, less what cannot be: slots below one rank.
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -242,5 +242,16 @@ REGISTERED: Mapping[str, Named] = MappingProxyType(
         "ngram": Named("argmax only"),
         "peagle": Named("reduced", {**REDUCED, "architectures": ["PEagleDraftModel"]}),
         "xpress": Named("argmax only", {**BLOCK_DRAFTER, "architectures": ["Qwen3XPressModel"]}),
+    }
+)
+
+# What loading brings with each fused sampler of a DSpark drafter, by the number of ranks. A single
+# rank has every request, so nothing that is written there is a lie.
+FUSED_SAMPLERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "markov_sample": {"1": "all hold", "2": "all hold", "4": "all hold"},
+        "owner_aware": {"1": "all hold", "2": "all hold", "4": "all hold"},
+        "full_cache": dict.fromkeys(("1", "2", "4"), "opt-in withdrawn"),
+        "lying": {"1": "all hold", "2": "opt-in withdrawn", "4": "opt-in withdrawn"},
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 from collections import Counter
@@ -14,6 +15,7 @@ import pytest
 from capability_matrix import (
     AXES,
     DRAFT_VOCAB_SIZE,
+    FUSED_SAMPLERS,
     KINDS,
     NUM_CANDIDATES,
     REGISTERED,
@@ -22,6 +24,8 @@ from capability_matrix import (
     Named,
     Row,
 )
+from editable_projects import EXAMPLES
+from markov_toys import make_choice
 from toy_plugins import ToyPlugin, capabilities, spec
 
 from specreg import policy
@@ -142,12 +146,16 @@ def config_of(subject: Subject, combination: Combination) -> EngineConfig:
     )
 
 
-def load(plan: DraftLogitsPlan, combination: Combination) -> DraftLogitsPlan:
+def load(
+    plan: DraftLogitsPlan, combination: Combination, opt_out_reason: str | None = None
+) -> DraftLogitsPlan:
+    """The final plan; a reason that is given decides the opt-in, else the combination does."""
     loading, sampler = combination["loading"], combination["sampler"]
+    opts_in = loading != "opt-in withdrawn" if opt_out_reason is None else not opt_out_reason
     return policy.finalize(
         plan,
         Target() if loading == "no local logits" else LocalTarget(),
-        SimpleNamespace(supports_batch_sharded_draft_logits=lambda: loading != "opt-in withdrawn"),
+        SimpleNamespace(supports_batch_sharded_draft_logits=lambda: opts_in),
         SimpleNamespace(
             accepts_sharded_draft_logits=sampler != "custom", reads_layouts=READS[sampler]
         ),
@@ -255,6 +263,31 @@ def test_every_speculator_of_this_distribution_is_named_with_its_kind():
 def test_a_registered_speculator_behaves_like_its_kind(name, tmp_path):
     found = list(itertools.islice(differences(subject_of_registered(name, tmp_path)), 3))
     assert found == []
+
+
+@pytest.mark.parametrize("name", FUSED_SAMPLERS)
+def test_a_fused_sampler_of_dspark_comes_to_what_it_is_seen_to_write(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "specreg-markov-samplers"))
+    plugin = importlib.import_module("specreg_markov_samplers")
+    reasons = {
+        tp: make_choice(plugin, tp=int(tp), fused_sampler=name).opt_out_reason for tp in AXES["tp"]
+    }
+    subject, num_plans = subject_of_kind("dense"), 0
+    for combination in combinations("dense"):
+        tp = combination["tp"]
+        if combination["loading"] != FUSED_SAMPLERS[name][tp]:
+            continue
+        try:
+            plan = policy.resolve(config_of(subject, combination), subject.registry)
+        except SpecregError:
+            continue  # Nothing is ever loaded.
+        try:
+            found = outcome(load(plan, combination, reasons[tp]))
+        except SpecregError as error:
+            found = refusal(error)
+        num_plans += 1
+        assert found == expected(subject, combination)[1], combination
+    assert num_plans > 100
 
 
 def negated(rule: PolicyRule) -> PolicyRule:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from specreg.capabilities import DraftLogitsLayout
-from specreg.draft_logits import DraftLogitsCache
+from specreg.capabilities import DraftLogitsLayout, FusedSampling
+from specreg.draft_logits import CELL_BARE, CELL_EMPTY, DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
-from specreg.errors import InternalError, TensorError
+from specreg.errors import InternalError, PluginError, TensorError
 from specreg.kernels import cache_candidates, draft_sample
 from specreg.ownership import Shard, rows_per_rank
 
@@ -254,3 +254,37 @@ def test_a_block_with_more_steps_than_the_proposal_is_refused():
     shape = (1, NUM_STEPS + 1)
     with pytest.raises(TensorError, match="a draft lies outside its proposal"):
         sampler.sample_block(torch.zeros(*shape, VOCAB_SIZE), torch.zeros(shape, dtype=torch.int64))
+
+
+def test_a_declared_fused_sampler_is_lent_what_the_host_has_bound():
+    sampler = sampler_with(Shard(2, 1), fused_sampling=FusedSampling.SHARDED)
+    begin(sampler, [3, -1, 0], [3, -1, -1])
+    lent = sampler.lend()
+    assert lent.slots.tolist() == [3, -1, -1]
+    assert (lent.temperature is TEMPERATURE, lent.seeds is SEEDS) == (True, True)
+    assert lent.cache is sampler.cache.view()
+    assert lent.num_nans is sampler.num_nans
+    assert (lent.vocab_size, lent.target_ids, lent.greedy) == (VOCAB_SIZE, None, False)
+
+
+def test_a_sampler_lends_nothing_to_who_declares_no_fused_sampling():
+    sampler = sampler_with(Shard())
+    begin(sampler, [0])
+    with pytest.raises(PluginError, match="fused_sampling none; allowed: full_cache or sharded"):
+        sampler.lend()
+
+
+def test_marking_bare_takes_the_owned_cells_of_requests_that_sample():
+    sampler = sampler_with(Shard(2, 1), fused_sampling=FusedSampling.SHARDED)
+    begin(sampler, [3, -1, 0, 1], [3, -1, 0, -1])
+    sampler.mark_bare()
+    states = [[CELL_EMPTY] * NUM_STEPS, [CELL_BARE] * NUM_STEPS, [CELL_EMPTY] * NUM_STEPS]
+    assert sampler.cache.state.tolist() == states
+    assert sampler.cache.temperature[1].tolist() == [2.0] * NUM_STEPS
+
+
+def test_marking_bare_without_a_cache_does_nothing():
+    sampler = sampler_with(greedy=True, fused_sampling=FusedSampling.SHARDED)
+    begin(sampler, [0])
+    sampler.mark_bare()
+    assert sampler.lend().cache is None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specreg.capabilities import DraftLogitsLayout
+from specreg.capabilities import DraftLogitsLayout, FusedSampling
 from specreg.draft_logits import DraftLogitsCache
 from specreg.draft_sampler import DraftSampler
 from specreg.errors import ConfigError, InternalError, TensorError
@@ -277,3 +277,8 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     first = keyed_gumbel(None).key
     monkeypatch.setenv(KEY_VARIABLE, "correct horsf")
     assert keyed_gumbel(None).key != first
+
+
+def test_nothing_is_lent_to_fused_samplers_where_a_watermarker_draws():
+    cache = cache_for(2, 1, 5)
+    assert sampler_with(KeyedGumbel(0), cache, fused_sampling=FusedSampling.SHARDED).lend() is None
