@@ -47,18 +47,19 @@ def make_probe(
     num_ranks: int = 2,
     layouts: tuple[DraftLogitsLayout, ...] = (DraftLogitsLayout.DENSE,),
     target_ids: torch.Tensor | None = None,
+    device: str = "cpu",
 ) -> Probe:
     generator = torch.Generator().manual_seed(0)
     num_columns = VOCAB_SIZE if target_ids is None else len(target_ids)
     return Probe(
         num_ranks=num_ranks,
         num_steps=NUM_STEPS,
-        w1=torch.randn(VOCAB_SIZE, RANK, generator=generator),
-        w2=torch.randn(num_columns, RANK, generator=generator),
+        w1=torch.randn(VOCAB_SIZE, RANK, generator=generator).to(device),
+        w2=torch.randn(num_columns, RANK, generator=generator).to(device),
         scale=1.0,
         soft_cap=None,
         vocab_size=VOCAB_SIZE,
-        target_ids=target_ids,
+        target_ids=None if target_ids is None else target_ids.to(device),
         dtype=torch.float32,
         layouts=layouts,
     )
