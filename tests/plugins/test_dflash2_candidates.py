@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from peak_memory import Peak
-from specreg_dflash.candidate_walk import walk
-from specreg_dflash.candidates import (
+from specreg_dflash.candidates.best_columns import (
     BLOCK_COLUMNS,
     Candidates,
     log_normaliser,
     top_candidates,
 )
-from specreg_dflash.dflash2_config import MAX_CANDIDATES
-from specreg_dflash.selector import CandidateSelector
+from specreg_dflash.candidates.walk import walk
+from specreg_dflash.dflash2.config import MAX_CANDIDATES
+from specreg_dflash.dflash2.selector import CandidateSelector
 from torch import Tensor
 
 from specreg.capabilities import DraftLogitsLayout
@@ -89,7 +89,7 @@ def test_the_normaliser_is_that_of_the_whole_vocabulary_in_fp32(
     logits = (10 * torch.randn(2, 3, VOCAB_SIZE)).bfloat16()
     expected = torch.logsumexp(logits.float(), dim=-1)
     assert torch.equal(log_normaliser(logits), expected)
-    monkeypatch.setattr("specreg_dflash.candidates.CHUNK_ELEMENTS", 2 * VOCAB_SIZE)
+    monkeypatch.setattr("specreg_dflash.candidates.best_columns.CHUNK_ELEMENTS", 2 * VOCAB_SIZE)
     torch.testing.assert_close(log_normaliser(logits), expected)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from golden_cases import FOLDER
 from specreg_dflash.config_form import ConfigForm
-from specreg_dflash.dflash2_config import read_dflash2
-from specreg_dflash.lilicorr_config import read_lilicorr
+from specreg_dflash.dflash2.config import read_dflash2
+from specreg_dflash.lilicorr.config import read_lilicorr
 
 from specreg.capabilities import CacheDtype, DraftingStyle, DraftLogitsLayout
 from specreg.cli import main

@@ -10,8 +10,8 @@ import pytest
 import torch
 from golden_cases import GoldenCase, Replay
 from safetensors.torch import load_file, save_file
-from specreg_dflash.convolution import GroupedConvolution
-from specreg_dflash.convolution_config import ConvolutionConfig
+from specreg_dflash.convolution.config import ConvolutionConfig
+from specreg_dflash.convolution.grouped import GroupedConvolution
 
 HIDDEN = 12
 

@@ -13,10 +13,11 @@ import torch
 from golden_cases import GoldenCase, GoldenTarget, Replay
 from peak_memory import Peak
 from safetensors.torch import load_file, save_file
-from specreg_dflash.convolution import GroupedConvolution
-from specreg_dflash.convolved_layer import ConvolvedLayer
+from specreg_dflash.convolution.grouped import GroupedConvolution
+from specreg_dflash.convolution.layer import ConvolvedLayer
+from specreg_dflash.dflash2.random_drafter import random_dflash2
 from specreg_dflash.layer import BlockLayer
-from specreg_dflash.random_candidates import random_dflash2, random_lilicorr
+from specreg_dflash.lilicorr.random_drafter import random_lilicorr
 from torch import Tensor
 
 from specreg.errors import CheckpointError, SpecregError

@@ -16,7 +16,7 @@ from specreg_dflash.backbone_config import BackboneConfig, read_backbone
 from specreg_dflash.config_form import ConfigForm
 from specreg_dflash.declarations import read_fill_in
 from specreg_dflash.tapped_layers import default_target_layers
-from specreg_dflash.xpress_config import read_xpress
+from specreg_dflash.xpress.config import read_xpress
 
 from specreg.capabilities import DraftLogitsLayout, HiddenStates
 from specreg.config import SpeculativeConfig

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from golden_cases import GoldenCase, Replay
 from safetensors.torch import load_file, save_file
 from specreg_dflash.config_form import ConfigForm
-from specreg_dflash.lilicorr_config import LiLiCorrConfig, read_lilicorr
-from specreg_dflash.lilicorr_head import LiLiCorrHead
+from specreg_dflash.lilicorr.config import LiLiCorrConfig, read_lilicorr
+from specreg_dflash.lilicorr.head import LiLiCorrHead
 from torch import Tensor
 
 from specreg.model_config import read_model_config

@@ -9,8 +9,8 @@ import pytest
 import torch
 from dflash_cases import load
 from golden_cases import GoldenCase, Replay
-from specreg_dflash.refiner import Refiner, refinements
-from specreg_dflash.xpress_config import RefinerConfig
+from specreg_dflash.xpress.config import RefinerConfig
+from specreg_dflash.xpress.refiner import Refiner, refinements
 from torch import Tensor
 
 from specreg.config import EngineConfig
@@ -112,7 +112,7 @@ def test_as_many_candidates_as_columns_change_nothing(
 
 
 def test_a_large_batch_is_refined_in_parts(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("specreg_dflash.xpress.MAX_GATHERED", 1)
+    monkeypatch.setattr("specreg_dflash.xpress.speculator.MAX_GATHERED", 1)
     case = GoldenCase("xpress-1")
     keys = {"method": "dflash", "xpress_topc": case.facts["topc"]}
     replay = Replay(case, keys, tmp_path)

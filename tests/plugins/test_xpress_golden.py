@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from golden_cases import GoldenCase, Replay
-from specreg_dflash.refiner import refinements
+from specreg_dflash.xpress.refiner import refinements
 from torch import Tensor
 
 FORMS = ["checkpoint", "checkpoint_vllm"]

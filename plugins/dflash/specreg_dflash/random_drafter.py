@@ -12,11 +12,10 @@ from specreg.config_reader import ConfigReader
 from specreg.model_config import text_config_of
 from specreg.testing import save_random_checkpoint
 
-__all__ = ["backbone_shapes", "hf_config", "random_dflash", "random_xpress"]
+__all__ = ["backbone_shapes", "hf_config", "random_dflash"]
 
 BLOCK_SIZE = 8
 WINDOW = 16
-RANK = 16
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
@@ -42,32 +41,6 @@ def random_dflash(
         spread = torch.linspace(0, config["vocab_size"] - 1, draft_vocab_size).long()
         integers["d2t"] = spread - torch.arange(draft_vocab_size)
     save_random_checkpoint(directory, config, shapes, integers=integers)
-    return {"method": "dflash", "model": str(directory)}
-
-
-def random_xpress(directory: Path, target_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Write an XPress drafter with a refiner of a small rank; as `random_dflash`."""
-    config = hf_config(target_config, "Qwen3XPressModel") | {
-        "xpress_block_size": BLOCK_SIZE,
-        "xpress_rank": RANK,
-        "xpress_mlp_hidden": 2 * RANK,
-        "xpress_num_passes": 4,
-    }
-    hidden, vocab_size = config["hidden_size"], config["vocab_size"]
-    shapes = backbone_shapes(config)
-    head: dict[str, tuple[int, ...]] = {
-        "w1.weight": (vocab_size, RANK),
-        "w2.weight": (vocab_size, RANK),
-        "down_h.weight": (RANK, hidden),
-        "down_g.weight": (RANK, hidden),
-        "in_proj.weight": (RANK, 3 * RANK),
-        "mix.L": (RANK, BLOCK_SIZE, BLOCK_SIZE),
-        "mlp.gate_proj.weight": (2 * RANK, RANK),
-        "mlp.up_proj.weight": (2 * RANK, RANK),
-        "mlp.down_proj.weight": (RANK, 2 * RANK),
-    }
-    shapes |= {f"xpress_head.{name}": shape for name, shape in head.items()}
-    save_random_checkpoint(directory, config, shapes)
     return {"method": "dflash", "model": str(directory)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from specreg_dflash.candidates import top_candidates
+from specreg_dflash.candidates.best_columns import top_candidates
 from torch import Tensor
 
 from specreg.draft_sampler import DraftSampler

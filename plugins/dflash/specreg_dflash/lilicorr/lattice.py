@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specreg.nn.norms import RMSNorm
-from specreg_dflash.lilicorr_config import LatticeConfig
+from specreg_dflash.lilicorr.config import LatticeConfig
 
 __all__ = ["LatticeLayer", "UpDown"]
 

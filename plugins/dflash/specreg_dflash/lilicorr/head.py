@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specreg.nn.norms import RMSNorm
-from specreg_dflash.lattice import LatticeLayer, UpDown
-from specreg_dflash.lilicorr_config import LiLiCorrConfig
+from specreg_dflash.lilicorr.config import LiLiCorrConfig
+from specreg_dflash.lilicorr.lattice import LatticeLayer, UpDown
 
 __all__ = ["LiLiCorrHead"]
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specreg_dflash.candidates import Candidates
+from specreg_dflash.candidates.best_columns import Candidates
 
 __all__ = ["CandidateSelector"]
 

@@ -13,8 +13,8 @@ from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.block import Block
 from specreg_dflash.block_speculator import BlockSpeculator
 from specreg_dflash.config_form import ConfigForm
-from specreg_dflash.refiner import Refiner, refinements
-from specreg_dflash.xpress_config import RefinerConfig, num_candidates, read_xpress
+from specreg_dflash.xpress.config import RefinerConfig, num_candidates, read_xpress
+from specreg_dflash.xpress.refiner import Refiner, refinements
 
 __all__ = ["XPressSpeculator"]
 

@@ -10,13 +10,13 @@ from specreg.weights import Ignored
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.block import Block
 from specreg_dflash.block_speculator import BlockSpeculator
-from specreg_dflash.candidate_walk import walk
-from specreg_dflash.candidates import Candidates, top_candidates
+from specreg_dflash.candidates.best_columns import Candidates, top_candidates
+from specreg_dflash.candidates.walk import walk
+from specreg_dflash.candidates.whole_vocabulary import require_whole_vocabulary
 from specreg_dflash.config_form import ConfigForm
-from specreg_dflash.convolved_layer import ConvolvedLayer
-from specreg_dflash.dflash2_config import DFlash2Config, read_dflash2
-from specreg_dflash.selector import CandidateSelector
-from specreg_dflash.whole_vocabulary import require_whole_vocabulary
+from specreg_dflash.convolution.layer import ConvolvedLayer
+from specreg_dflash.dflash2.config import DFlash2Config, read_dflash2
+from specreg_dflash.dflash2.selector import CandidateSelector
 
 __all__ = ["DFlash2Speculator"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from specreg.errors import CheckpointError
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.config_form import ConfigForm
-from specreg_dflash.convolution_config import ConvolutionConfig, read_convolution
+from specreg_dflash.convolution.config import ConvolutionConfig, read_convolution
 from specreg_dflash.declarations import read_fill_in
 
 __all__ = ["LatticeConfig", "LiLiCorrConfig", "read_lilicorr"]

@@ -11,7 +11,7 @@ from specreg.plugin import DraftSetup
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.config_form import ConfigForm
 from specreg_dflash.declarations import read_fill_in
-from specreg_dflash.xpress_options import XPressOptions
+from specreg_dflash.xpress.options import XPressOptions
 
 __all__ = [
     "RefinerConfig",

@@ -7,8 +7,8 @@ from torch import Tensor
 from specreg.speculator import KVView
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.block import Block
-from specreg_dflash.convolution import GroupedConvolution
-from specreg_dflash.convolution_config import ConvolutionConfig
+from specreg_dflash.convolution.config import ConvolutionConfig
+from specreg_dflash.convolution.grouped import GroupedConvolution
 from specreg_dflash.layer import BlockLayer
 
 __all__ = ["ConvolvedLayer"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specreg.nn.mlp import GatedMLP
-from specreg_dflash.xpress_config import RefinerConfig
+from specreg_dflash.xpress.config import RefinerConfig
 
 __all__ = ["Refiner", "refinements"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specreg_dflash.convolution_config import ConvolutionConfig
+from specreg_dflash.convolution.config import ConvolutionConfig
 
 __all__ = ["GroupedConvolution"]
 

@@ -10,15 +10,15 @@ from specreg.speculator import DraftOutput, SpeculatorContext, TargetView
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.block import Block
 from specreg_dflash.block_speculator import BlockSpeculator
-from specreg_dflash.candidate_walk import walk
-from specreg_dflash.candidates import log_normaliser, top_candidates
+from specreg_dflash.candidates.best_columns import log_normaliser, top_candidates
+from specreg_dflash.candidates.walk import walk
+from specreg_dflash.candidates.whole_vocabulary import require_whole_vocabulary
 from specreg_dflash.config_form import ConfigForm
 from specreg_dflash.context_rows import ContextRows
-from specreg_dflash.convolved_layer import ConvolvedLayer
+from specreg_dflash.convolution.layer import ConvolvedLayer
 from specreg_dflash.layer import BlockLayer
-from specreg_dflash.lilicorr_config import LiLiCorrConfig, read_lilicorr
-from specreg_dflash.lilicorr_head import LiLiCorrHead
-from specreg_dflash.whole_vocabulary import require_whole_vocabulary
+from specreg_dflash.lilicorr.config import LiLiCorrConfig, read_lilicorr
+from specreg_dflash.lilicorr.head import LiLiCorrHead
 
 __all__ = ["LiLiCorrSpeculator"]
 

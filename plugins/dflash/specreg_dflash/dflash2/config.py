@@ -8,7 +8,7 @@ from typing import NoReturn
 from specreg.errors import CheckpointError
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.config_form import ConfigForm
-from specreg_dflash.convolution_config import ConvolutionConfig, read_convolution
+from specreg_dflash.convolution.config import ConvolutionConfig, read_convolution
 from specreg_dflash.declarations import read_fill_in
 
 __all__ = ["BEAM_ARCHITECTURE", "MAX_CANDIDATES", "DFlash2Config", "read_dflash2"]

@@ -1,0 +1,1 @@
+"""Drafting among the few best columns of each row: what DFlash2 and LiLiCorr share."""

@@ -1,0 +1,1 @@
+"""Causal convolutions around the sublayers of a block's layers."""

@@ -1,0 +1,1 @@
+"""DFlash2: convolutions, and a walk over candidates that two tables score."""

@@ -1,0 +1,1 @@
+"""XPress: drafts that a few passes of a small causal model refine together."""
