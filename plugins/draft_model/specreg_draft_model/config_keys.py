@@ -15,7 +15,7 @@ def unknown_keys(draft_config: Mapping[str, Any]) -> list[str]:
     """Keys that are no field of the config's own `model_type`, sorted; none for an unknown type."""
     from transformers import AutoConfig
 
-    model_type = draft_config.get("model_type")
+    model_type = str(draft_config.get("model_type"))
     try:
         known = AutoConfig.for_model(model_type).to_dict()
     except (KeyError, ValueError):

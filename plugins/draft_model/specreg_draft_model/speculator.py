@@ -91,7 +91,7 @@ class DraftModelSpeculator(SpeculatorBase):
         assert self.sampler is not None
         slots, start = self.slots[:num_reqs_padded], self.positions[:num_reqs_padded]
         hidden = self.hidden[:num_reqs_padded]
-        drafts = []
+        drafts: list[torch.Tensor] = []
         for step in range(self.num_speculative_tokens):
             if step > 0:
                 positions = start + step
