@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import specreg_dspark
 import torch
+from editable_projects import EXAMPLES, install_project
 from markov_toys import (
     VOCAB_SIZE,
     SamplersPlugin,
@@ -20,7 +21,7 @@ from specreg_dspark.sampler_choice import STOCK
 
 from specreg.capabilities import DraftLogitsLayout, FusedSampling
 from specreg.errors import ConfigError, PluginError
-from specreg.registry import Registry
+from specreg.registry import Registry, load
 
 DENSE, DRAFT_VOCAB = DraftLogitsLayout.DENSE, DraftLogitsLayout.DRAFT_VOCAB
 HONEST = SamplersPlugin(sampler_spec("honest"))
@@ -203,3 +204,11 @@ def test_an_answer_that_changes_for_batches_of_one_size_is_an_error():
     assert choice.run(make_inputs(2))
     with pytest.raises(PluginError, match=r"False for 2 rows; allowed: .* the same"):
         choice.run(make_inputs(2))
+
+
+def test_the_examples_are_found_by_their_entry_point(tmp_path, monkeypatch):
+    for path in install_project(EXAMPLES / "specreg-markov-samplers", tmp_path):
+        monkeypatch.syspath_prepend(path)
+    offers = dict(load({}).call_hook("specreg_dspark_markov_samplers"))
+    names = [spec.name for spec in offers["specreg-markov-samplers"]]
+    assert names == ["owner_aware", "full_cache", "lying"]
