@@ -10,7 +10,7 @@ import torch
 from dflash_cases import load
 from golden_cases import GoldenCase, Replay
 from specreg_dflash.xpress.config import RefinerConfig
-from specreg_dflash.xpress.refiner import Refiner, refinements
+from specreg_dflash.xpress.refiner import KeptColumns, Refiner, refinements
 from torch import Tensor
 
 from specreg.config import EngineConfig
@@ -48,9 +48,9 @@ def block() -> tuple[Tensor, Tensor, Tensor]:
 
 def refined(refiner: Refiner, block: tuple[Tensor, ...], passes: int, few: int = 0) -> list[Tensor]:
     hidden, base, anchors = block
-    return list(
-        refinements(refiner, hidden, base, anchors, anchors, num_passes=passes, num_candidates=few)
-    )
+    kept = KeptColumns.of(base, few)
+    found = refinements(refiner, hidden, kept, anchors, anchors, num_passes=passes)
+    return [kept.spread(scores, VOCAB) for scores in found]
 
 
 def one_by_one(refiner: Refiner, block: tuple[Tensor, ...], num_rows: int) -> list[list[int]]:
@@ -109,6 +109,33 @@ def test_as_many_candidates_as_columns_change_nothing(
     torch.testing.assert_close(
         torch.where(limited[0] == -torch.inf, everything[0], limited[0]), everything[0]
     )
+
+
+def test_passes_over_few_candidates_touch_no_other_column(
+    refiner: Refiner, block: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """The whole vocabulary is scored once, by the backbone."""
+    hidden, base, anchors = block
+    kept = KeptColumns.of(base, 3)
+    assert kept.ids is not None
+    ids, best = kept.ids.tolist(), base.argsort(-1, descending=True)[..., :3]
+    assert ids == best.sort(-1).values.tolist()
+    found = list(refinements(refiner, hidden, kept, anchors, anchors, num_passes=4))
+    assert [scores.shape for scores in found] == [(NUM_REQS, NUM_DRAFTS, 3)] * 4
+    whole = kept.spread(found[-1], VOCAB)
+    assert torch.equal(whole.argmax(-1), kept.tokens(found[-1]))
+
+
+@pytest.mark.parametrize("few", [0, 4])
+def test_equal_scores_go_to_the_smallest_id_in_every_pass(few: int) -> None:
+    base = torch.zeros(1, 1, 6)
+    base[..., 1] = -1.0
+    kept = KeptColumns.of(base, few)
+    scores = torch.full_like(kept.logits, -2.0)
+    scores[..., -3:] = 1.0
+    expected = 3
+    assert kept.tokens(scores).item() == expected
+    assert kept.spread(scores, 6).argmax(-1).item() == expected
 
 
 def test_a_large_batch_is_refined_in_parts(tmp_path: Path, monkeypatch: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from golden_cases import GoldenCase, Replay
-from specreg_dflash.xpress.refiner import refinements
+from specreg_dflash.xpress.refiner import KeptColumns, refinements
 from torch import Tensor
 
 FORMS = ["checkpoint", "checkpoint_vllm"]
@@ -61,10 +61,10 @@ def test_every_pass_refines_as_expected(
             num_candidates: int,
             given: tuple[Tensor, ...] = (hidden, base, anchor, before),
         ) -> Tensor:
-            found = refinements(
-                speculator.head, *given, num_passes=4, num_candidates=num_candidates
-            )
-            return torch.cat(list(found))
+            rows, logits, *tokens = given
+            kept = KeptColumns.of(logits, num_candidates)
+            found = refinements(speculator.head, rows, kept, *tokens, num_passes=4)
+            return torch.cat([kept.spread(scores, logits.shape[-1]) for scores in found])
 
         everything, few = passes(0), passes(case.facts["topc"])
         torch.testing.assert_close(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from specreg.nn.mlp import GatedMLP
 from specreg_dflash.xpress.config import RefinerConfig
 
-__all__ = ["Refiner", "refinements"]
+__all__ = ["KeptColumns", "Refiner", "refinements"]
 
 
 class Refiner(nn.Module):
@@ -68,15 +69,47 @@ class Refiner(nn.Module):
         return refined
 
 
+class KeptColumns(NamedTuple):
+    """The columns of a block's logits that refinement may choose.
+
+    Attributes:
+        logits: `[num_reqs, num_drafts, num_kept]`, of the backbone.
+        ids: int64 of the same shape, ascending, which column each is; None where all are kept.
+    """
+
+    logits: Tensor
+    ids: Tensor | None
+
+    @classmethod
+    def of(cls, logits: Tensor, num_kept: int) -> KeptColumns:
+        """The highest columns of logits `[num_reqs, num_drafts, vocab_size]`; 0 keeps all."""
+        if not 0 < num_kept < logits.shape[-1]:
+            return cls(logits, None)
+        # By id, so that equal scores go to the smallest one here and in the whole vocabulary.
+        ids = logits.topk(num_kept, dim=-1).indices.sort(dim=-1).values
+        return cls(logits.gather(-1, ids), ids)
+
+    def tokens(self, scores: Tensor) -> Tensor:
+        """int64 `[num_reqs, num_drafts]`: the columns where scores, as of `logits`, are highest."""
+        best = scores.argmax(-1)
+        return best if self.ids is None else self.ids.gather(-1, best[..., None])[..., 0]
+
+    def spread(self, scores: Tensor, vocab_size: int) -> Tensor:
+        """Scores of all columns: -inf where one is not kept."""
+        if self.ids is None:
+            return scores
+        everything = scores.new_full((*scores.shape[:-1], vocab_size), -torch.inf)
+        return everything.scatter_(-1, self.ids, scores)
+
+
 def refinements(
     refiner: Refiner,
     hidden: Tensor,
-    base: Tensor,
+    kept: KeptColumns,
     anchors: Tensor,
     before_anchors: Tensor,
     *,
     num_passes: int,
-    num_candidates: int,
 ) -> Iterator[Tensor]:
     """The scores after each pass; the next pass reads their highest columns as tokens.
 
@@ -86,28 +119,23 @@ def refinements(
     Args:
         refiner: with its mixer folded.
         hidden: `[num_reqs, num_drafts + 1, hidden_size]`, rows of the backbone.
-        base: logits `[num_reqs, num_drafts, vocab_size]` of the rows behind the anchor.
+        kept: logits of the rows behind the anchor.
         anchors: int64 `[num_reqs]`.
         before_anchors: int64 `[num_reqs]`, what the anchor's row takes for the token before it.
         num_passes: at least 1.
-        num_candidates: the highest base columns, which alone may be chosen; 0 is all.
 
     Yields:
-        `[num_reqs, num_drafts, vocab_size]` in base's dtype; -inf where a column is no candidate.
+        Scores of the kept columns, in the dtype of their logits.
     """
     rows = refiner.rows(hidden)
-    tokens = base.argmax(-1)
-    is_limited = 0 < num_candidates < base.shape[-1]
-    if is_limited:
-        kept, candidates = base.topk(num_candidates, dim=-1)
-        readout = refiner.readout.weight[candidates]
+    readout = None if kept.ids is None else refiner.readout.weight[kept.ids]
+    tokens = kept.tokens(kept.logits)
     for _ in range(num_passes):
         previous = torch.cat((before_anchors[:, None], anchors[:, None], tokens[:, :-1]), dim=1)
         states = refiner(rows, previous)[:, 1:]
-        if is_limited:
-            scores = kept + (readout @ states[..., None])[..., 0]
-            scores = torch.full_like(base, -torch.inf).scatter_(2, candidates, scores)
+        if readout is None:
+            scores = kept.logits + refiner.readout(states)
         else:
-            scores = base + refiner.readout(states)
-        tokens = scores.argmax(-1)
+            scores = kept.logits + (readout @ states[..., None])[..., 0]
+        tokens = kept.tokens(scores)
         yield scores

@@ -14,7 +14,7 @@ from specreg_dflash.block import Block
 from specreg_dflash.block_speculator import BlockSpeculator
 from specreg_dflash.config_form import ConfigForm
 from specreg_dflash.xpress.config import RefinerConfig, num_candidates, read_xpress
-from specreg_dflash.xpress.refiner import Refiner, refinements
+from specreg_dflash.xpress.refiner import KeptColumns, Refiner, refinements
 
 __all__ = ["XPressSpeculator"]
 
@@ -94,16 +94,16 @@ class XPressSpeculator(BlockSpeculator):
         scores = []
         for first in range(0, num_reqs, num_reqs_at_once):
             part = slice(first, first + num_reqs_at_once)
+            kept = KeptColumns.of(base[part], self.num_candidates)
             *_, last = refinements(
                 self._refiner(),
                 hidden[part],
-                base[part],
+                kept,
                 anchors[part],
                 anchors[part],
                 num_passes=num_passes,
-                num_candidates=self.num_candidates,
             )
-            scores.append(last)
+            scores.append(kept.spread(last, vocab_size))
         drafts = self.sampler.sample_block(torch.cat(scores), self.draft_positions(block))
         return DraftOutput(drafts)
 
