@@ -63,11 +63,18 @@ def test_nothing_of_another_block_or_of_a_later_row_is_read() -> None:
     assert torch.equal(after[4:], before[4:])
 
 
+def test_kernels_are_kept_a_group_and_not_a_channel() -> None:
+    """A pass over thousands of rows would hold `2 * taps` times their states in fp32 otherwise."""
+    made = convolution(2, 4, torch.bfloat16)
+    for kernel in made.kernels(torch.randn(6, HIDDEN).bfloat16()):
+        assert kernel.change.shape == (6, 2, HIDDEN // 4)
+        assert kernel.base.untyped_storage().data_ptr() == made.base_kernel.data_ptr()
+
+
 def test_sums_are_fp32_and_the_result_is_in_the_input_dtype() -> None:
     made = convolution(2, 4, torch.bfloat16)
     normed, x = torch.randn(2, 6, HIDDEN).bfloat16()
     _, kernel = made.kernels(normed)
-    assert kernel.dtype == torch.float32
     got = made.convolve(x, kernel, 3)
     assert torch.equal(got, made.convolve(x.float(), kernel, 3).bfloat16())
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from specreg_dflash.convolution.config import ConvolutionConfig
 
 __all__ = ["GroupedConvolution"]
+
+
+class Kernel(NamedTuple):
+    """The weights of a convolution; channel c of a group g has `base[:, c] + change[:, :, g]`.
+
+    Attributes:
+        base: `[taps, hidden_size]`, learnt.
+        change: `[num_rows, taps, num_groups]`, projected from each row.
+    """
+
+    base: Tensor
+    change: Tensor
 
 
 class GroupedConvolution(nn.Module):
@@ -31,38 +45,36 @@ class GroupedConvolution(nn.Module):
             hidden_size, 2 * taps * num_groups, bias=False, device="meta"
         )
 
-    def kernels(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+    def kernels(self, normed: Tensor) -> tuple[Kernel, Kernel]:
         """Kernels before and behind the sublayer, from its normalised input.
 
         Args:
             normed: `[num_rows, hidden_size]`.
-
-        Returns:
-            Two fp32 `[num_rows, taps, hidden_size]`.
         """
         num_sides, taps, _ = self.base_kernel.shape
-        base = self.base_kernel.float().view(num_sides, taps, -1, self.group_size)
-        change = self.kernel_projection(normed).view(-1, *base.shape[:-1], 1)
-        before, behind = (base + change.float()).flatten(-2).unbind(1)
+        change = self.kernel_projection(normed).view(len(normed), num_sides, taps, -1)
+        before, behind = map(Kernel, self.base_kernel, change.unbind(1))
         return before, behind
 
     @staticmethod
-    def convolve(x: Tensor, kernel: Tensor, num_rows: int) -> Tensor:
+    def convolve(x: Tensor, kernel: Kernel, num_rows: int) -> Tensor:
         """Each row is the sum of itself and the rows before it in its block, weighted by the taps.
 
         Sums are fp32.
 
         Args:
             x: `[num_blocks * num_rows, hidden_size]`.
-            kernel: fp32 `[num_blocks * num_rows, taps, hidden_size]`.
+            kernel: of the same rows.
             num_rows: of a block; nothing of another block is read.
 
         Returns:
             Like `x`.
         """
-        wide = x.float().view(-1, num_rows, x.shape[1])
-        kernel = kernel.view(-1, num_rows, *kernel.shape[1:])
-        convolved: Tensor = kernel[:, :, 0] * wide
-        for tap in range(1, min(kernel.shape[2], num_rows)):
-            convolved[:, tap:] += kernel[:, tap:, tap] * wide[:, :-tap]
-        return convolved.flatten(0, 1).to(x.dtype)
+        _, taps, num_groups = kernel.change.shape
+        wide = x.float().view(-1, num_rows, num_groups, x.shape[1] // num_groups)
+        base = kernel.base.float().view(taps, num_groups, -1)
+        change = kernel.change.float().view(-1, num_rows, taps, num_groups, 1)
+        convolved = (base[0] + change[:, :, 0]) * wide
+        for tap in range(1, min(taps, num_rows)):
+            convolved[:, tap:] += (base[tap] + change[:, tap:, tap]) * wide[:, :-tap]
+        return convolved.view_as(x).to(x.dtype)
