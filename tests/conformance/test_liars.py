@@ -68,6 +68,11 @@ def broken_promises(lab, checks):
             "protocol: drafts come through the sampler",
             "DraftSampler.sample drew nothing there; fused sampling is not declared",
         ),
+        (
+            "BorrowsTheCache",
+            "protocol: drafts come through the sampler",
+            "samples in its own kernels and does not declare it",
+        ),
         ("StoresOtherLogits", "lossless: drafts are accepted as often as they should be", "sigma"),
         ("StoresOtherLogits", "protocol: drafts come through the sampler", "other logits"),
         (

@@ -180,6 +180,15 @@ class CallsTheOpItself(Bigrams):
         )
 
 
+class BorrowsTheCache(Bigrams):
+    """Asks its sampler for what a fused sampler is lent, and declares none."""
+
+    def sample(self, inputs, logits, step, positions):
+        assert self.sampler is not None
+        self.sampler.lend()
+        return super().sample(inputs, logits, step, positions)
+
+
 class StoresOtherLogits(Bigrams):
     """Verified with another distribution than it drew from, behind the sampler's back."""
 

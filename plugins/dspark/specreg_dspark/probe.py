@@ -223,11 +223,12 @@ class Probe:
         num_columns = (
             min(self.vocab_size, len(self.w2)) if self.target_ids is None else len(self.target_ids)
         )
-        shape = (num_slots + 1, self.num_steps, num_columns)
-        base = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        shape = (num_slots, self.num_steps, num_columns)
+        generator = torch.Generator(device).manual_seed(0)
+        base = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
         index = torch.tensor(slots)
         return MarkovInputs(
-            base_logits=base[index].to(device, self.dtype),
+            base_logits=base[index.clamp(min=0).to(device)],
             anchors=(index.clamp(min=0) % self.vocab_size).to(device),
             positions=(index.clamp(min=0) + FIRST_POSITION).to(device),
             idx_mapping=index.to(device),

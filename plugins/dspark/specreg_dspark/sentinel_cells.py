@@ -32,8 +32,8 @@ class _Region:
         self.body = flat[front:].view(*shape)
 
     def is_changed(self) -> tuple[Tensor, Tensor]:
-        """Bytes that differ: `[front]`, and `[rows, steps, bytes a cell]`, on the host."""
-        changed = (self._flat != SENTINEL).cpu()
+        """Bytes that differ: `[front]`, and `[rows, steps, bytes a cell]`."""
+        changed = self._flat != SENTINEL
         front, body = changed[: self._front_bytes], changed[self._front_bytes :]
         return front, body.view(*self.body.shape[:2], -1)
 
@@ -115,19 +115,20 @@ class SentinelCells:
     def unwritten(self, slots: Iterable[int], stores_statistics: bool) -> str:
         """The first cell of these requests that was not stored, in words."""
         shard = self._shard
+        owned = [shard.row(slot) for slot in slots if shard.owns(slot)]
+        if not owned:
+            return ""
         names = tuple(self._regions) if stores_statistics else ("logits",)
-        for slot in (slot for slot in slots if shard.owns(slot)):
-            row = shard.row(slot)
-            for name in names:
-                region = self._regions[name]
-                changed = region.is_changed()[1][row]
-                written = changed.view(*region.body.shape[1:], -1).any(-1)
-                if name == "state":
-                    written = region.body[row].cpu() == CELL_STORED
-                if not bool(written.all()):
-                    step, column = (int(i) for i in (~written).nonzero()[0])
-                    return (
-                        f"it left element {column} of {name} in row {row}, step {step} as it was, "
-                        "and answered True"
-                    )
+        for name in names:
+            region = self._regions[name]
+            changed = region.is_changed()[1][owned]
+            written = changed.view(*changed.shape[:2], region.body.shape[2], -1).any(-1)
+            if name == "state":
+                written = region.body[owned] == CELL_STORED
+            if not bool(written.all()):
+                index, step, column = (int(i) for i in (~written).nonzero()[0])
+                return (
+                    f"it left element {column} of {name} in row {owned[index]}, step {step} as it "
+                    "was, and answered True"
+                )
         return ""
