@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from specreg.nn.attention import Attention
-from specreg.nn.mlp import GatedMLP
 from specreg.nn.rotary import RotaryAngles
 from specreg.nn.shape import DecoderShape
 from specreg.speculator import KVRows, KVView
@@ -27,9 +26,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = shape.norm() if has_input_norm else nn.Identity()
         self.self_attn = Attention(shape, layer)
         self.post_attention_layernorm = shape.norm()
-        self.mlp = GatedMLP(
-            shape.hidden_size, shape.intermediate_size, shape.act, bias=shape.mlp_bias
-        )
+        self.mlp = shape.mlp()
 
     def forward(self, stream: Tensor, angles: RotaryAngles, rows: KVRows, kv: KVView) -> Tensor:
         """`[n, hidden_size]` to the same; writes the layer's keys and values at `rows`."""

@@ -26,12 +26,12 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that a config calls `name`. Raises `CheckpointError`."""
+def activation(name: str, where: str = "config.json") -> Callable[[Tensor], Tensor]:
+    """The function that the config at `where` calls `name`. Raises `CheckpointError`."""
     if name not in _ACTIVATIONS:
         raise CheckpointError(
             "a config names an activation that is not known",
-            where="hidden_act",
+            where=f"{where}, hidden_act",
             got=f"{name!r}; {known_names(name, _ACTIVATIONS)}",
             fix="use a checkpoint with one of these",
         )
@@ -45,16 +45,23 @@ class GatedMLP(nn.Module):
         hidden_size, intermediate_size: widths.
         act: name of the activation.
         bias: whether the three projections have one.
+        where: of the config, for errors.
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, act: str = "silu", *, bias: bool = False
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        act: str = "silu",
+        *,
+        bias: bool = False,
+        where: str = "config.json",
     ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device="meta")
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device="meta")
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device="meta")
-        self.act = activation(act)
+        self.act = activation(act, where)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[n, hidden_size]` to the same."""

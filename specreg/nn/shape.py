@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from specreg.nn.mlp import GatedMLP
     from specreg.nn.norms import RMSNorm
     from specreg.nn.rotary import Rotary
 
@@ -41,6 +42,7 @@ class DecoderShape:
         value_scale: factor on the values.
         has_sinks: a learnt logit a head joins each softmax without a value.
         rope: the config keys that describe the rotary embedding.
+        where: of the config, for errors.
     """
 
     hidden_size: int
@@ -63,6 +65,7 @@ class DecoderShape:
     value_scale: float = 1.0
     has_sinks: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
+    where: str = field(default="config.json", compare=False)
 
     def __post_init__(self) -> None:
         if not self.sliding_windows:
@@ -89,14 +92,16 @@ class DecoderShape:
         num_heads = config.integer("num_attention_heads")
         num_layers = known.get("num_layers") or config.integer("num_hidden_layers")
         head_dim = config.integer("head_dim", None) or hidden_size // num_heads
+        if head_dim == 0:
+            raise _unfit(
+                config, f"hidden_size {hidden_size}, num_attention_heads {num_heads}", "fewer heads"
+            )
         num_kv_heads = config.integer("num_key_value_heads", None) or num_heads
         if num_heads % num_kv_heads:
-            raise CheckpointError(
-                "the heads of a config do not fit each other",
-                where=config.where,
-                got=f"num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads}; "
-                "allowed: a multiple",
-                fix="use the config.json that belongs to the weights",
+            raise _unfit(
+                config,
+                f"num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads}",
+                "a multiple",
             )
         rope_keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
         rope = {key: config.get(key) for key in rope_keys if key in config}
@@ -118,6 +123,7 @@ class DecoderShape:
             "attention_output_bias": bias,
             "mlp_bias": config.flag("mlp_bias", False),
             "rope": rope,
+            "where": config.where,
         }
         if "intermediate_size" not in known:
             fields["intermediate_size"] = config.integer("intermediate_size")
@@ -140,11 +146,28 @@ class DecoderShape:
         width = self.hidden_size if size is None else size
         return RMSNorm(width, self.eps, is_zero_centred=self.has_zero_centred_norms)
 
+    def mlp(self) -> GatedMLP:
+        """A gated feed-forward block of its sizes. Raises `CheckpointError`."""
+        from specreg.nn.mlp import GatedMLP
+
+        return GatedMLP(
+            self.hidden_size, self.intermediate_size, self.act, bias=self.mlp_bias, where=self.where
+        )
+
     def rotary(self, device: torch.device | str) -> Rotary:
         """Its rotary embedding. Raises `CheckpointError`."""
         from specreg.nn.rotary import Rotary
 
-        return Rotary.from_config(self.rope, self.head_dim, device)
+        return Rotary.from_config(self.rope, self.head_dim, device, self.where)
+
+
+def _unfit(config: ConfigReader, got: str, allowed: str) -> CheckpointError:
+    return CheckpointError(
+        "the heads of a config do not fit each other",
+        where=config.where,
+        got=f"{got}; allowed: {allowed}",
+        fix="use the config.json that belongs to the weights",
+    )
 
 
 def _sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

@@ -136,6 +136,8 @@ class TestTheShape:
         assert shape(num_key_value_heads=None).num_kv_heads == 4
         with pytest.raises(CheckpointError, match="num_key_value_heads 3; allowed: a multiple"):
             shape(num_key_value_heads=3)
+        with pytest.raises(CheckpointError, match="num_attention_heads 36; allowed: fewer heads"):
+            shape(head_dim=None, num_attention_heads=36)
 
 
 class TestRotary:
@@ -161,6 +163,8 @@ class TestRotary:
 def test_an_unknown_activation_gets_the_nearest_spelling():
     with pytest.raises(CheckpointError, match="did you mean 'silu'"):
         activation("sillu")
+    with pytest.raises(CheckpointError, match="config.json, hidden_act"):
+        DecoderLayer(shape(hidden_act="sillu"), 0)
 
 
 def test_what_a_window_without_layer_types_means_depends_on_the_model() -> None:

@@ -176,3 +176,34 @@ def test_settings_of_several_layer_types_are_not_read_as_one() -> None:
     rope = {"sliding_attention": KINDS["default"], "full_attention": KINDS["linear"]}
     with pytest.raises(CheckpointError, match="objects named sliding_attention, full_attention"):
         Rotary.from_config({"rope_parameters": rope}, HEAD_DIM, CPU)
+
+
+def test_positions_of_pictures_turn_text_as_plain_ones() -> None:
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    theirs = Rotary.from_config({"rope_theta": 5000.0, "rope_scaling": rope}, HEAD_DIM, CPU)
+    plain = Rotary.from_config({"rope_theta": 5000.0}, HEAD_DIM, CPU)
+    assert torch.equal(theirs.inverse_frequencies, plain.inverse_frequencies)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_theta": "10000"}, "a.json, key 'rope_theta'.*'10000'; allowed: a number"),
+        ({"rope_theta": 0}, "rope_theta 0, .*a positive number"),
+        ({"rope_parameters": {"rope_theta": 0}, "rope_theta": 5.0}, "rope_theta 0, "),
+        ({"rope_theta": float("nan")}, "rope_theta nan"),
+        ({"rope_theta": float("inf")}, "rope_theta inf"),
+        ({"rope_parameters": {"rope_theta": [1]}}, "a.json, rope_parameters, key 'rope_theta'"),
+        ({"rope_scaling": "default"}, "a.json, key 'rope_scaling'.*allowed: an object"),
+        ({"rope_parameters": [1]}, "key 'rope_parameters'.*allowed: an object"),
+        ({"rope_scaling": {"rope_type": 5}}, "key 'rope_type'.*5; allowed: a string"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "a.json, rope_parameters, rope_type"),
+        ({"partial_rotary_factor": "half"}, "key 'partial_rotary_factor'.*allowed: a number"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of 16 elements"),
+        ({"partial_rotary_factor": 0.2}, "0.2 of 16 elements; .*an even number of elements"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor 0 of"),
+    ],
+)
+def test_wrong_settings_are_refused_by_file_and_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        Rotary.from_config(config, HEAD_DIM, CPU, "a.json")

@@ -73,7 +73,9 @@ class AssistantLayer(nn.Module):
         self.self_attn = QueryAttention(config, kind)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.eps)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.act)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, config.act, where=config.where
+        )
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.eps)
         self.register_buffer("layer_scalar", torch.empty(1, device="meta"))
 
@@ -134,7 +136,10 @@ class Assistant(nn.Module):
             )
         self.rotary = {
             kind: Rotary.from_config(
-                {"rope_parameters": config.ropes[kind]}, config.head_dims[kind], device
+                {"rope_parameters": config.ropes[kind]},
+                config.head_dims[kind],
+                device,
+                config.where,
             )
             for kind in dict.fromkeys(config.layer_types)
         }
