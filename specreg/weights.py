@@ -60,7 +60,8 @@ def load_weights(
 
     Raises:
         CheckpointError: a tensor that nothing reads, two for one parameter, another shape, one in a
-            quantised dtype, or a parameter without a tensor; it names them.
+            quantised dtype, ids that are no integers, or a parameter without a tensor; it names
+            them.
     """
     state = module.state_dict(keep_vars=True)
     absent, dtypes = absent or {}, dtypes or {}
@@ -97,6 +98,13 @@ def load_weights(
                 checkpoint,
                 "a tensor of the checkpoint is quantised, and nothing dequantises it",
                 f"{name!r} in {tensor.dtype}; allowed: {', '.join(map(str, PLAIN_DTYPES))}",
+            )
+        is_inexact = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+        if not state[key].is_floating_point() and is_inexact:
+            raise _error(
+                checkpoint,
+                "a tensor of the checkpoint holds no integers where ids belong",
+                f"{name!r} in {tensor.dtype}; allowed: an integer dtype",
             )
         found[key] = _as(tensor, state[key], dtypes.get(key, dtype))
         del tensor  # or it would still be there while the next one is read

@@ -49,6 +49,13 @@ def test_tensors_land_under_their_new_names_in_the_wanted_dtype(tmp_path):
     assert module_bytes(head) == 2 * (8 + 6) + 8 * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_ids_that_are_no_integers_are_refused(tmp_path, dtype):
+    message = f"no integers where ids belong.*'d2t' in {dtype}"
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        load(tmp_path, {**FULL, "d2t": FULL["d2t"].to(dtype)})
+
+
 def test_single_parameters_are_kept_in_a_dtype_of_their_own(tmp_path):
     head = load(tmp_path, FULL, dtypes={"fc.weight": torch.float32})
     assert torch.equal(head.fc.weight, FULL["fc.weight"])

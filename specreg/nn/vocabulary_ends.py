@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specreg.draft_vocab import check_target_ids
-from specreg.errors import CheckpointError
+from specreg.errors import CheckpointError, TensorError
 from specreg.speculator import TargetView
 
 __all__ = ["VocabularyEnds"]
@@ -104,13 +104,7 @@ class VocabularyEnds(nn.Module):
                 f"no d2t for {self.draft_vocab_size} columns; allowed: the tensor",
             )
         if not self.d2t.is_meta:
-            ids = self.d2t.cpu() + torch.arange(self.draft_vocab_size)
-            self.target_ids = check_target_ids(
-                ids,
-                vocab_size=target.vocab_size,
-                draft_vocab_size=self.draft_vocab_size,
-                device="cpu",
-            )
+            self.target_ids = self._checked_map(target.vocab_size)
 
     @property
     def shares_embedding(self) -> bool:
@@ -136,6 +130,24 @@ class VocabularyEnds(nn.Module):
         if self.shares_head:
             return self._target.compute_logits(hidden)
         return F.linear(hidden, self.lm_head.weight)
+
+    def _checked_map(self, vocab_size: int) -> Tensor | None:
+        """The ids that the offsets stand for, on the CPU; None for those of the columns."""
+        try:
+            return check_target_ids(
+                self.d2t.cpu() + torch.arange(self.draft_vocab_size),
+                vocab_size=vocab_size,
+                draft_vocab_size=self.draft_vocab_size,
+                device="cpu",
+            )
+        except TensorError as error:
+            raise TensorError(
+                error.what,
+                where=f"{self.where}, tensor 'd2t'",
+                got=error.got,
+                fix="use a drafter that was trained for this target; d2t holds offsets, the id of "
+                "column j is j + d2t[j]",
+            ) from error
 
     def _embeds_as_the_target(self, target: TargetView) -> bool:
         """Whether the own table holds what the target's embedding gives, bit for bit."""

@@ -195,7 +195,7 @@ REFUSED = [
         r"fc.weight of 192 inputs, 3 states of 64, for the 4 ids \[1, 2, 3, 5\]",
     ),
     ("eagle3-2", "both norms", with_(fc_norm=True), "exclude each other"),
-    ("eagle3-2", "no input norm", without("input_norm.weight"), r"fusion.input_norm.weight \[192"),
+    ("eagle3-2", "no input norm", without("input_norm.weight"), r"tensor: input_norm.weight \[192"),
     (
         "eagle3-2",
         "an input norm too many",

@@ -247,7 +247,7 @@ ORDERED_REFUSED: Mapping[str, tuple[Change, str]] = {
     ),
     "an ordering in floats": (
         with_tensor("masked_embedding.token_ordering", torch.arange(float(VOCAB_SIZE))),
-        r"does not name every token once.*torch\.float32",
+        r"no integers where ids belong.*token_ordering' in torch\.float32",
     ),
     "centroids that do not divide": (
         top(num_centroids=10),

@@ -14,7 +14,6 @@ from specreg.drafters.self_feeding import DraftStates
 from specreg.errors import CheckpointError
 from specreg.nn.attention import Attention
 from specreg.nn.decoder_layer import DecoderLayer
-from specreg.nn.mlp import GatedMLP
 from specreg.nn.rotary import RotaryAngles
 from specreg.nn.vocabulary_ends import VocabularyEnds
 from specreg.speculator import KVRows, KVView, ProposeInputs, SpeculatorContext, TargetView
@@ -61,9 +60,7 @@ class FirstLayer(nn.Module):
         self.input_layernorm, self.hidden_norm = shape.norm(), shape.norm()
         self.self_attn = Attention(shape, 0, input_size=2 * shape.hidden_size)
         self.post_attention_layernorm = shape.norm()
-        self.mlp = GatedMLP(
-            shape.hidden_size, shape.intermediate_size, shape.act, bias=shape.mlp_bias
-        )
+        self.mlp = shape.mlp()
 
     def forward(
         self, embedded: Tensor, state: Tensor, angles: RotaryAngles, rows: KVRows, kv: KVView
@@ -173,7 +170,13 @@ def load_eagle3(
         return _name(name)
 
     load_weights(
-        head, checkpoint, rename, absent=ENDS_ABSENT, dtype=context.dtype, device=context.device
+        head,
+        checkpoint,
+        rename,
+        absent=ENDS_ABSENT,
+        file_name=_file_name,
+        dtype=context.dtype,
+        device=context.device,
     )
     head.ends.attach(target)
     config.report()
@@ -186,6 +189,10 @@ def _name(name: str) -> str | Ignored | None:
     if name.startswith(("fc.", "fc_norm.", "input_norm.")):
         return f"fusion.{name}"
     return common_name(name)
+
+
+def _file_name(name: str) -> str:
+    return name.removeprefix("fusion.")
 
 
 def _check_host(context: SpeculatorContext, config: Eagle3Config, ids: Sequence[int]) -> None:
