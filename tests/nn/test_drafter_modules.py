@@ -163,7 +163,7 @@ class TestRotary:
 def test_an_unknown_activation_gets_the_nearest_spelling():
     with pytest.raises(CheckpointError, match="did you mean 'silu'"):
         activation("sillu")
-    with pytest.raises(CheckpointError, match="config.json, hidden_act"):
+    with pytest.raises(CheckpointError, match=r"config\.json, hidden_act"):
         DecoderLayer(shape(hidden_act="sillu"), 0)
 
 
