@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, overload
 
@@ -98,12 +99,14 @@ class ConfigReader:
     @overload
     def number(self, key: str, default: _Default) -> float | _Default: ...
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A number, as float."""
+        """A finite number, as float."""
         value = self._value(key, default)
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, value, "a number")
+        if not math.isfinite(value):
+            raise self._wrong(key, value, "a finite number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

@@ -43,6 +43,8 @@ def test_values_come_back_as_their_kind():
         ("integer", "4", "an integer of at least 1"),
         ("number", True, "a number"),
         ("number", "1e-6", "a number"),
+        ("number", float("nan"), "a finite number"),
+        ("number", float("inf"), "a finite number"),
         ("text", 1, "a string"),
         ("integers", [1, -1], "a list of integers of at least 0"),
         ("integers", 1, "a list of integers of at least 0"),
