@@ -85,6 +85,20 @@ def test_ids_that_are_off_by_one_from_each_other_are_refused() -> None:
     assert "(2, 5)" in str(caught.value)
 
 
+def test_the_same_key_in_two_places_must_agree() -> None:
+    agreed = hf({"target_layer_ids": [1, 4]}, target_layer_ids=[1, 4])
+    assert read(agreed).aux_layer_ids == (2, 5)
+    with pytest.raises(CheckpointError, match="does not tell which states") as caught:
+        read(hf({"target_layer_ids": [1, 4]}, target_layer_ids=[0, 3]))
+    assert "dflash_config, target_layer_ids" in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [None, 6])
+def test_an_empty_list_of_ids_is_no_way_to_read_the_last_hidden_state(depth: int | None) -> None:
+    with pytest.raises(CheckpointError, match="does not tell which states"):
+        read(hf({"target_layer_ids": []}, num_target_layers=depth))
+
+
 @pytest.mark.parametrize("ids", [[4, 1], [1, 1]])
 def test_ids_that_libraries_would_sort_or_merge_are_refused(ids: list[int]) -> None:
     with pytest.raises(CheckpointError, match="in no order that all libraries agree on"):
@@ -177,6 +191,70 @@ def test_every_key_reaches_the_drafter(key: str, value: Any, attribute: str) -> 
     assert before[attribute] != after[attribute]
 
 
+def test_a_mixer_without_a_size_has_a_row_more_than_its_drafts() -> None:
+    config = hf(draft_vocab_size=None, num_speculative_steps=2)
+    assert read_xpress(ConfigForm.of(config)).refiner.block_size == 3
+    assert read_xpress(ConfigForm.of(config | {"xpress_block_size": 4})).refiner.block_size == 4
+    del config["num_speculative_steps"]
+    assert read_xpress(ConfigForm.of(config)).refiner.block_size == read(config).block_size
+
+
+QWEN3_8B = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_a_config_as_drafters_of_qwen3_have_it_is_read_whole() -> None:
+    form = ConfigForm.of(QWEN3_8B)
+    config = read_fill_in(form)
+    assert config.aux_layer_ids == (2, 10, 18, 26, 34)
+    assert config.is_causal == (False,) * 5
+    assert config.shape.sliding_windows == (None,) * 5
+    assert (config.block_size, config.num_target_layers, config.mask_token_id) == (16, 36, 151669)
+    assert form.top.unread() == []
+    assert select(QWEN3_8B).speculative.num_speculative_tokens == 15
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta"),
+    [
+        ({}, 1e6),
+        ({"rope_theta": 5.0}, 5.0),
+        ({"rope_parameters": {"rope_theta": 5.0}}, 5.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, 1e6),
+    ],
+)
+def test_a_config_without_a_theta_has_that_of_qwen3(rope: dict[str, Any], theta: float) -> None:
+    config = {key: value for key, value in hf().items() if not key.startswith("rope")}
+    rates = read(config | rope).shape.rotary("cpu").inverse_frequencies
+    assert rates[1].item() == pytest.approx(theta ** (-2 / config["head_dim"]))
+
+
 SPECULATORS_KEYS: list[tuple[str, Any, str]] = [
     ("xpress_rank", 3, "rank"),
     ("xpress_mlp_ratio", 3, "mlp_size"),
@@ -218,6 +296,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (hf({"block_size": 1}), "has no row for a draft"),
     (hf({"block_size": "five"}), "has a wrong 'block_size'"),
     (hf({"mask_token_id": -1}), "has a wrong 'mask_token_id'"),
+    (hf({"attention_value_scale": float("nan")}), "has a wrong 'attention_value_scale'"),
     (hf(hidden_size=None), "lacks 'hidden_size'"),
     (hf() | {"dflash_config": []}, "has a wrong 'dflash_config'"),
 ]

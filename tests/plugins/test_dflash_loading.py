@@ -51,6 +51,18 @@ def form_of(name: str) -> str:
     return "checkpoint_vllm" if name == XPRESS else "checkpoint_hf"
 
 
+def without_context_projection(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """A drafter of half the target's width that reads the target's last hidden state."""
+    tensors.pop("fc.weight")
+    config["dflash_config"]["use_aux_hidden_state"] = False
+    config |= {"hidden_size": 32, "target_hidden_size": 64, "num_attention_heads": 2}
+    for name, tensor in tensors.items():
+        narrow = (slice(32) if size == HIDDEN else slice(None) for size in tensor.shape)
+        tensors[name] = tensor[tuple(narrow)].clone()
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.zeros(VOCAB, 32)
+
+
 EMBEDDING, HEAD = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
 LOADS = [
     (FULL, "as it is: no head, no embedding", with_()),
@@ -103,6 +115,18 @@ REFUSED = [
         "taps of a wider target",
         with_(target_hidden_size=32, fc__weight=torch.randn(64, 64)),
         "target_hidden_size.*32; allowed: 64",
+    ),
+    (
+        FULL,
+        "the last hidden state of a wider target, and nothing that projects it",
+        without_context_projection,
+        "hidden_size.*32; allowed: 64",
+    ),
+    (
+        FULL,
+        "a rotary embedding that is no object",
+        with_(rope_parameters="yarn"),
+        "wrong 'rope_parameters'.*'yarn'; allowed: an object",
     ),
     (FULL, "of a deeper target", with_(num_target_layers=9), "num_target_layers.*9; allowed: 6"),
     (

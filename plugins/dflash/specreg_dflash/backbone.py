@@ -164,6 +164,9 @@ class Backbone(nn.Module):
             problems.append(
                 ("target_hidden_size", config.target_hidden_size, f"{target.hidden_size}")
             )
+        if not config.aux_layer_ids and config.shape.hidden_size != target.hidden_size:
+            # Nothing projects the target's last hidden state.
+            problems.append(("hidden_size", config.shape.hidden_size, f"{target.hidden_size}"))
         if config.num_target_layers not in (None, target.num_layers):
             problems.append(("num_target_layers", config.num_target_layers, f"{target.num_layers}"))
         if config.aux_layer_ids and config.aux_layer_ids[-1] > target.num_layers:

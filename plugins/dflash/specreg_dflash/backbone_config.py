@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -190,8 +191,8 @@ def _mask_token_id(form: ConfigForm) -> int:
 
 def _with_default_theta(shape: DecoderShape) -> DecoderShape:
     """The theta of Qwen3, where a config has none."""
-    told = [shape.rope, *(shape.rope.get(k) or {} for k in ("rope_parameters", "rope_scaling"))]
-    if any(part.get("rope_theta") for part in told):
+    told = [shape.rope, *(shape.rope.get(key) for key in ("rope_parameters", "rope_scaling"))]
+    if any(isinstance(part, Mapping) and part.get("rope_theta") is not None for part in told):
         return shape
     return replace(shape, rope={**shape.rope, "rope_theta": DEFAULT_THETA})
 

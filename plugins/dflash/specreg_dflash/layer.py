@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from specreg.nn.attention import Attention
-from specreg.nn.mlp import GatedMLP
 from specreg.nn.rotary import RotaryAngles
 from specreg.speculator import KVRows, KVView
 from specreg_dflash.backbone_config import BackboneConfig
@@ -32,9 +31,7 @@ class BlockLayer(nn.Module):
         self.input_layernorm = shape.norm()
         self.self_attn = Attention(shape, layer)
         self.post_attention_layernorm = shape.norm()
-        self.mlp = GatedMLP(
-            shape.hidden_size, shape.intermediate_size, shape.act, bias=shape.mlp_bias
-        )
+        self.mlp = shape.mlp()
 
     def forward(self, stream: Tensor, block: Block, kv: KVView) -> Tensor:
         """`[num_reqs * block.num_rows, hidden_size]` to the same."""

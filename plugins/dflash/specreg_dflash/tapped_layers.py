@@ -35,15 +35,16 @@ def tapped_layers(form: ConfigForm, num_draft_layers: int) -> tuple[int, ...]:
         (form.top, "target_layer_ids", 1),
         (form.section, "layer_ids", 0),
     ):
-        if ids := reader.integers(key):
-            told[key] = tuple(layer + shift for layer in ids)
+        ids = reader.integers(key)
+        if ids is not None:
+            place = key if reader is form.top else f"{reader.where}, {key}"
+            told[place] = tuple(layer + shift for layer in ids)
     if not told and not form.is_speculators and "num_target_layers" in form.top:
         depth = form.top.integer("num_target_layers")
-        chosen = form.section.get(
-            "target_layer_ids", default_target_layers(depth, num_draft_layers)
-        )
+        by_library = default_target_layers(depth, num_draft_layers)
+        chosen = form.section.get("target_layer_ids", by_library)
         told["num_target_layers"] = tuple(layer + 1 for layer in chosen)
-    if len(set(told.values())) != 1:
+    if len(set(told.values())) != 1 or () in told.values():
         _refuse(
             form,
             "the config of a drafter does not tell which states of the target it reads",

@@ -71,13 +71,15 @@ def read_xpress(form: ConfigForm) -> XPressConfig:
     else:
         mlp_size = top.integer("xpress_mlp_hidden", rank * DEFAULT_RATIO)
         num_passes = top.integer("xpress_num_passes", DEFAULT_PASSES)
+    num_steps = top.integer("num_speculative_steps", None)
+    rows = backbone.block_size if num_steps is None else num_steps + 1
     top.accept("xpress_compile_head")  # tells another engine how to run it, not what it computes
     return XPressConfig(
         backbone,
         RefinerConfig(
             rank=rank,
             mlp_size=mlp_size,
-            block_size=top.integer("xpress_block_size", backbone.block_size, minimum=2),
+            block_size=top.integer("xpress_block_size", rows, minimum=2),
             num_passes=num_passes,
             num_candidates=top.integer("xpress_topc", DEFAULT_CANDIDATES, minimum=0),
         ),
