@@ -28,6 +28,7 @@ BOOKKEEPING = frozenset(
         "chunk_size_feed_forward",
         "dtype",
         "eos_token_id",
+        "has_no_defaults_at_init",
         "id2label",
         "initializer_range",
         "is_decoder",

@@ -33,6 +33,7 @@ class VocabularyEnds(nn.Module):
         draft_vocab_size: columns of an own head; below `vocab_size` it comes with a map.
         hidden_size: of the drafter.
         where: of the checkpoint, for errors.
+        logit_scale: factor on the logits.
 
     Attributes:
         target_ids: int64 `[draft_vocab_size]` on the CPU; None where column and id are the same.
@@ -47,13 +48,19 @@ class VocabularyEnds(nn.Module):
     d2t: Tensor
 
     def __init__(
-        self, vocab_size: int, draft_vocab_size: int, hidden_size: int, where: str
+        self,
+        vocab_size: int,
+        draft_vocab_size: int,
+        hidden_size: int,
+        where: str,
+        *,
+        logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size, device="meta")
         self.lm_head = nn.Linear(hidden_size, draft_vocab_size, bias=False, device="meta")
         self.register_buffer("d2t", torch.empty(draft_vocab_size, dtype=torch.int64, device="meta"))
-        self.hidden_size, self.where = hidden_size, where
+        self.hidden_size, self.where, self.logit_scale = hidden_size, where, logit_scale
         self.vocab_size, self.draft_vocab_size = vocab_size, draft_vocab_size
         self.target_ids: Tensor | None = None
         self._target: TargetView | None = None
@@ -128,8 +135,10 @@ class VocabularyEnds(nn.Module):
         """Logits `[n, draft_vocab_size]` of `hidden [n, hidden_size]`, equal on all ranks."""
         assert self._target is not None
         if self.shares_head:
-            return self._target.compute_logits(hidden)
-        return F.linear(hidden, self.lm_head.weight)
+            logits = self._target.compute_logits(hidden)
+        else:
+            logits = F.linear(hidden, self.lm_head.weight)
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
     def _checked_map(self, vocab_size: int) -> Tensor | None:
         """The ids that the offsets stand for, on the CPU; None for those of the columns."""

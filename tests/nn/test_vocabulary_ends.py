@@ -58,6 +58,16 @@ def test_what_the_file_holds_is_its_own():
     assert torch.equal(own.score(hidden), hidden @ head.T)
 
 
+@pytest.mark.parametrize("own", [{}, {"lm_head__weight": own_head(VOCAB)}])
+def test_logits_are_scaled_whoever_scores(own: dict[str, Any]) -> None:
+    target, hidden = Target(), torch.randn(2, HIDDEN)
+    plain, scaled = ends(**own), ends(**own)
+    scaled.logit_scale = 0.5
+    for each in (plain, scaled):
+        each.attach(target)
+    assert torch.equal(scaled.score(hidden), 0.5 * plain.score(hidden))
+
+
 def test_an_embedding_equal_to_the_targets_is_given_up():
     target = Target()
     own = ends(embed_tokens__weight=nn.Parameter(target.table.clone()))

@@ -41,14 +41,18 @@ class Eagle1Config:
         """Read a config. Raises `CheckpointError`, also for families that are not known."""
         parts = ConfigParts.of(config, where)
         reader = parts.head
-        bias = reader.get("bias")
-        attention_bias = reader.get("attention_bias", reader.get("qkv_bias"))
         return cls(
             reader=reader,
             shape=DecoderShape.read(parts.decoder),
             vocab_size=parts.decoder.integer("vocab_size"),
-            fc_bias=None if bias is None else reader.flag("bias", True),
-            has_attention_bias=None if attention_bias is None else bool(attention_bias),
+            fc_bias=_stated(reader, "bias"),
+            has_attention_bias=_stated(reader, "attention_bias", "qkv_bias"),
             has_outer_norms=parts.family(EAGLE1_FAMILIES) == "mistral",
             logit_scale=reader.number("logit_scale", 1.0),
         )
+
+
+def _stated(config: ConfigReader, *keys: str) -> bool | None:
+    """The first of some flags that the config has; None without any."""
+    found = [config.flag(key, False) for key in keys if key in config]
+    return found[0] if found else None

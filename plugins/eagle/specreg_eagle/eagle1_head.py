@@ -41,8 +41,10 @@ class Eagle1Head(nn.Module):
     ) -> None:
         super().__init__()
         self.config, shape = config, config.shape
-        self.ends = VocabularyEnds(config.vocab_size, num_columns, shape.hidden_size, where)
         width = shape.hidden_size
+        self.ends = VocabularyEnds(
+            config.vocab_size, num_columns, width, where, logit_scale=config.logit_scale
+        )
         self.fc = nn.Linear(2 * width, width, bias=bool(config.fc_bias), device="meta")
         self.layers = nn.ModuleList(
             DecoderLayer(shape, layer, has_input_norm=layer > 0 or config.has_outer_norms)
@@ -67,7 +69,7 @@ class Eagle1Head(nn.Module):
 
     def score(self, hidden: Tensor) -> Tensor:
         """Logits `[n, vocab_size]`."""
-        return self.ends.score(hidden) * self.config.logit_scale
+        return self.ends.score(hidden)
 
 
 def load_eagle1(context: SpeculatorContext, target: TargetView) -> Eagle1Head:

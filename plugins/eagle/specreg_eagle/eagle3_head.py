@@ -99,7 +99,11 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.config, shape = config, config.shape
         self.ends = VocabularyEnds(
-            config.vocab_size, config.draft_vocab_size, shape.hidden_size, where
+            config.vocab_size,
+            config.draft_vocab_size,
+            shape.hidden_size,
+            where,
+            logit_scale=config.logit_scale,
         )
         self.fusion = Fusion(config, num_states) if num_states else nn.Identity()
         if has_masks:
@@ -134,7 +138,7 @@ class Eagle3Head(nn.Module):
 
     def score(self, hidden: Tensor) -> Tensor:
         """Logits `[n, draft_vocab_size]`."""
-        return self.ends.score(hidden) * self.config.logit_scale
+        return self.ends.score(hidden)
 
 
 def load_eagle3(
