@@ -98,6 +98,29 @@ def test_the_decoder_of_a_multimodal_config_is_read(tmp_path: Path) -> None:
     assert torch.equal(logits_of(Harness(changed("qwen3_next", tmp_path / "nested", nest))), plain)
 
 
+def test_keys_of_a_multimodal_target_about_its_other_layers_are_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = {
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 2.5,
+    }
+
+    def nest(weights: Weights, config: Config) -> None:
+        del weights
+        text = {**config, **others, "model_type": "qwen3_5_text"}
+        config.clear()
+        config.update(model_type="qwen3_5", text_config=text, tie_word_embeddings=True)
+
+    with caplog.at_level(logging.WARNING):
+        Harness(changed("qwen3_next", tmp_path, nest))
+    assert caplog.messages == []
+
+
 def test_a_diff_of_a_config_leaves_out_what_is_usual() -> None:
     config = {
         "speculators_model_type": "mtp",

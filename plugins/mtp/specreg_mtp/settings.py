@@ -32,17 +32,26 @@ OF_THE_TARGET = (
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_value_head_dim",
+    "mamba_ssm_dtype",
     "max_window_layers",
     "mlp_only_layers",
     "moe_intermediate_size",
+    "moe_layer_freq",
     "mtp_use_dedicated_embeddings",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
     "norm_topk_prob",
     "num_experts",
     "num_experts_per_tok",
     "num_hidden_layers",
     "output_router_logits",
+    "routed_scaling_factor",
     "router_aux_loss_coef",
+    "scoring_func",
     "shared_expert_intermediate_size",
+    "topk_group",
+    "topk_method",
     "vocab_size",
 )
 
@@ -155,7 +164,7 @@ class MTPSettings:
 
     def report(self) -> None:
         """Tell what nothing reads. Called once, when everything has been read."""
-        self.decoder.accept(*OF_THE_TARGET)
+        self.decoder.accept(*COUNT_KEYS, *OF_THE_TARGET)
         if self.decoder is not self.whole:
             self.whole.accept("transformer_layer_config")
             if _is_speculators(self.config):
