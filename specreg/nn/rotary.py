@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -105,7 +104,7 @@ class Rotary:
 def _width(head_dim: int, theta: float, factor: float, where: str) -> int:
     """Elements of a head that turn, of which there must be pairs."""
     width = int(head_dim * factor) if 0 < factor <= 1 else 0
-    if width < 2 or width % 2 or not 0 < theta < math.inf:
+    if width < 2 or width % 2 or theta <= 0:
         raise CheckpointError(
             "a config describes no rotary embedding",
             where=where,
