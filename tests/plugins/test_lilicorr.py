@@ -253,3 +253,23 @@ def test_candidates_are_embedded_by_the_target_whatever_the_drafter_embeds_with(
     assert not speculator.backbone.ends.shares_embedding
     _, proposed = next(made.rounds())
     assert torch.equal(calls[-1][1][0], speculator._target.embed(proposed.ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_candidates_of_probability_zero_are_never_drafted_and_spoil_no_other(
+    dtype: torch.dtype,
+) -> None:
+    head = random_head(3).to(dtype)
+    head.fold(3)
+    num_candidates = head.num_candidates
+    hidden, embedded, log_probs, context, has_context = random_inputs(3, num_candidates)
+    log_probs[:, :, -1] = -torch.inf
+    states = [x.to(dtype) for x in (hidden, embedded)]
+    edges = head(*states, log_probs, context.to(dtype), has_context)
+    assert edges.dtype == torch.float32
+    assert torch.equal(edges.isneginf(), log_probs.isneginf()[:, :, None].expand_as(edges))
+    assert edges[..., :-1].isfinite().all()
+    log_probs[0] = torch.nan
+    edges = head(*states, log_probs, context.to(dtype), has_context)
+    assert edges[0].isnan().all()
+    assert edges[1:, ..., :-1].isfinite().all()

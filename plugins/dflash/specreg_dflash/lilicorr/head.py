@@ -14,6 +14,8 @@ __all__ = ["LiLiCorrHead"]
 
 NUM_FEATURES = 5
 FEATURE_EPS = 1e-5
+# Stands for a log probability of -inf where it is a feature: every dtype has it, no token does.
+LEAST_LOG_PROB = -1e4
 
 
 class LiLiCorrHead(nn.Module):
@@ -79,7 +81,8 @@ class LiLiCorrHead(nn.Module):
             hidden: `[num_reqs, num_steps, hidden_size]`, the rows that predict the drafts.
             embedded: `[num_reqs, num_steps, num_candidates, hidden_size]`, target embeddings of the
                 candidates, best first.
-            log_probs: fp32 `[num_reqs, num_steps, num_candidates]`, over the whole vocabulary.
+            log_probs: fp32 `[num_reqs, num_steps, num_candidates]`, over the whole vocabulary; a
+                candidate with -inf is scored -inf, and is no harm to the others.
             context: `[num_reqs, hidden_size]`, context state of the token before the anchor.
             has_context: bool `[num_reqs]`; without it nothing of `context` is read.
 
@@ -104,10 +107,12 @@ class LiLiCorrHead(nn.Module):
         start = self._unit(self.anchor_out_head(anchor))
         start = start[:, None, None].expand(-1, 1, self.num_candidates, -1)
         before = torch.cat((start, leaving[:, :-1]), dim=1)
-        return self.config.logit_scale * (before @ entering.mT)
+        edges = self.config.logit_scale * (before @ entering.mT)
+        return edges.masked_fill(log_probs.isneginf()[:, :, None], -torch.inf)
 
     def _features(self, log_probs: Tensor) -> Tensor:
         """fp32 `[..., num_candidates, 5]`: how likely a candidate is, and its rank."""
+        log_probs = log_probs.clamp(min=LEAST_LOG_PROB)
         rank = torch.arange(self.num_candidates, device=log_probs.device)
         share = rank / max(1, self.num_candidates - 1)
         features = (
