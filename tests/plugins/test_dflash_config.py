@@ -240,6 +240,12 @@ def test_a_config_as_drafters_of_qwen3_have_it_is_read_whole() -> None:
     assert select(QWEN3_8B).speculative.num_speculative_tokens == 15
 
 
+def test_the_drafters_own_word_on_sinks_wins_over_that_of_the_family() -> None:
+    config = hf({"attention_sink_bias": False}, add_swa_attention_sink_bias=True)
+    assert not read(config).shape.has_sinks
+    assert read(hf(add_swa_attention_sink_bias=True)).shape.has_sinks
+
+
 @pytest.mark.parametrize(
     ("rope", "theta"),
     [

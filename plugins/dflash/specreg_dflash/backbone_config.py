@@ -104,8 +104,9 @@ def read_backbone(
         decoder,
         has_head_norms=True,
         sliding_windows=_windows(form, sliding),
-        has_sinks=form.reader_of("attention_sink_bias").flag("attention_sink_bias", False)
-        or top.flag("add_swa_attention_sink_bias", False),
+        has_sinks=form.reader_of("attention_sink_bias").flag(
+            "attention_sink_bias", top.flag("add_swa_attention_sink_bias", False)
+        ),
         value_scale=section.number("attention_value_scale", 1.0),
     )
     if not top.flag("is_neox_style", True):
