@@ -22,39 +22,30 @@ __all__ = ["specreg_speculators"]
 DRAFT_CONFIG = "the draft checkpoint's config.json"
 
 
-def _capabilities(setup: DraftSetup, style: DraftingStyle) -> Capabilities:
-    layouts = {DraftLogitsLayout.DENSE}
-    reduced = reduced_vocab_size(setup.draft_config, DRAFT_CONFIG)
-    if reduced is not None:
-        layouts.add(DraftLogitsLayout.DRAFT_VOCAB)
+def _capabilities(style: DraftingStyle, draft_vocab_size: int | None = None) -> Capabilities:
+    """Of every head; a reduced vocabulary adds its own layout."""
+    reduced = set() if draft_vocab_size is None else {DraftLogitsLayout.DRAFT_VOCAB}
     return Capabilities(
         style=style,
         supports_probabilistic=True,
         honors_owner_mask=True,
-        layouts=frozenset(layouts),
+        layouts=frozenset({DraftLogitsLayout.DENSE} | reduced),
         supports_watermarker=True,
         is_cuda_graph_safe=True,
-        draft_vocab_size=reduced,
+        draft_vocab_size=draft_vocab_size,
     )
 
 
-EAGLE1_CAPABILITIES = Capabilities(
-    style=DraftingStyle.AUTOREGRESSIVE,
-    supports_probabilistic=True,
-    honors_owner_mask=True,
-    supports_watermarker=True,
-    is_cuda_graph_safe=True,
-)
-
-
 def eagle3_capabilities(setup: DraftSetup) -> Capabilities:
-    """A reduced vocabulary adds its own layout."""
-    return _capabilities(setup, DraftingStyle.AUTOREGRESSIVE)
+    """Draft after draft."""
+    reduced = reduced_vocab_size(setup.draft_config, DRAFT_CONFIG)
+    return _capabilities(DraftingStyle.AUTOREGRESSIVE, reduced)
 
 
 def peagle_capabilities(setup: DraftSetup) -> Capabilities:
-    """As EAGLE-3, but for the style."""
-    return _capabilities(setup, DraftingStyle.PARALLEL)
+    """All drafts in one pass."""
+    reduced = reduced_vocab_size(setup.draft_config, DRAFT_CONFIG)
+    return _capabilities(DraftingStyle.PARALLEL, reduced)
 
 
 def eagle1_needs(setup: DraftSetup) -> TargetNeeds:
@@ -88,7 +79,7 @@ def specreg_speculators() -> list[SpeculatorSpec]:
             name="eagle",
             methods=("eagle",),
             factory="specreg_eagle.speculator:make_eagle1",
-            capabilities=EAGLE1_CAPABILITIES,
+            capabilities=_capabilities(DraftingStyle.AUTOREGRESSIVE),
             target_needs=eagle1_needs,
             detects=is_eagle1,
             random_drafter="specreg_eagle.random_drafter:write_eagle1",

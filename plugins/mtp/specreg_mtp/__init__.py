@@ -1,4 +1,4 @@
-"""Plugin: mtp."""
+"""Plugin: MTP modules and the assistants of Gemma 4 (`mtp`, and what families call it)."""
 
 from __future__ import annotations
 
