@@ -119,6 +119,7 @@ class MTPCheckpoint:
             dtype=context.dtype,
             device=context.device,
         )
+        self.__dict__.pop("_target_head", None)  # only heads are compared with it
         ends.attach(target)
         self._report()
         return drafter
@@ -231,7 +232,6 @@ class MTPCheckpoint:
 
     def _report(self) -> None:
         """Tell what nothing reads; once, after loading."""
-        self.__dict__.pop("_target_head", None)
         if unused := [i for i in self._found if i >= self.settings.num_declared]:
             logger.warning(
                 "%s: MTP modules %s do not run: the config declares %d",
