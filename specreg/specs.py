@@ -224,11 +224,11 @@ class SpeculatorSpec:
         _require(is_version, owner, "api_version", self.api_version, f"1 to {API_VERSION}")
 
     def capabilities_for(self, setup: DraftSetup) -> Capabilities:
-        """Capabilities for what is known. Raises `PluginError`, `CheckpointError`, `ConfigError`."""
+        """Capabilities for what is known. Raises `SpecregError`."""
         return self._fact("capabilities", Capabilities, setup)
 
     def needs_for(self, setup: DraftSetup) -> TargetNeeds:
-        """Target needs for what is known. Raises `PluginError`, `CheckpointError`, `ConfigError`."""
+        """Target needs for what is known. Raises `SpecregError`."""
         return self._fact("target_needs", TargetNeeds, setup)
 
     def _fact(self, field: str, kind: type[_Fact], setup: DraftSetup) -> _Fact:

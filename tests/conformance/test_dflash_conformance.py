@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from specreg_dflash.random_drafter import random_dflash
@@ -20,6 +21,9 @@ class TestDFlash(SpeculatorConformance):
 
 
 class TestReducedDFlash(SpeculatorConformance):
+    # What differs from the speculator above does not depend on how many ranks there are.
+    tps: ClassVar[tuple[int, ...]] = (1, 3)
+
     @pytest.fixture
     def subject(self, tmp_path: Path) -> Subject:
         target = str(save_kit_target(tmp_path / "target"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from specreg_dspark.random_drafter import random_dspark
@@ -22,6 +23,9 @@ class TestDSpark(SpeculatorConformance):
 class TestReducedDSpark(SpeculatorConformance):
     """Drafts from mask rows alone, with a recurrent head."""
 
+    # What differs from the speculator above does not depend on how many ranks there are.
+    tps: ClassVar[tuple[int, ...]] = (1, 3)
+
     @pytest.fixture
     def subject(self, tmp_path: Path) -> Subject:
         target = str(save_kit_target(tmp_path / "target"))
@@ -37,6 +41,9 @@ class TestReducedDSpark(SpeculatorConformance):
 
 class TestCandidatesOfDSpark(SpeculatorConformance):
     """A few columns of a reduced head, behind a gated Markov head."""
+
+    # What differs from the speculator above does not depend on how many ranks there are.
+    tps: ClassVar[tuple[int, ...]] = (1, 3)
 
     @pytest.fixture
     def subject(self, tmp_path: Path) -> Subject:

@@ -197,12 +197,13 @@ def prepare(batch: RejectionBatch, output: RejectionOutput, num_residuals: int) 
     num_blocks = cdiv(batch.vocab_size, BLOCK_SIZE)
     num_reqs, num_rows = batch.num_reqs, batch.num_rows
     num_records = num_reqs * num_rows
-    floats = torch.empty(num_records * (NUM_FLOATS + num_blocks), dtype=torch.float32, device=device)
+    as_floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    floats = torch.empty(num_records * (NUM_FLOATS + num_blocks), **as_floats)
     ints = torch.empty(num_records * (NUM_INTS + num_blocks), dtype=torch.int32, device=device)
     if cache is None or num_residuals == 0:
         sums = floats  # never read
     else:
-        sums = torch.empty(num_reqs * num_residuals * num_blocks, dtype=torch.float32, device=device)
+        sums = torch.empty(num_reqs * num_residuals * num_blocks, **as_floats)
     target = TargetArgs(batch.target_logits, batch.target_logits.stride(0), batch.vocab_size)
     requests = BatchArgs(
         draft_tokens=batch.draft_tokens,
