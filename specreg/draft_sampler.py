@@ -51,8 +51,8 @@ class DraftSampler:
     """Samples a proposal's draft tokens; owns cache, shard, statistics, watermark and greedy mode.
 
     The host makes one a run, calls `begin` before each proposal and reads `num_nans` and
-    `proposal_hash`; a speculator only calls `sample` or `sample_candidates`. Nothing synchronises
-    with the host on a GPU.
+    `proposal_hash`; a speculator only calls `sample`, `sample_block` or `sample_candidates`, and
+    `lend` if it declares fused sampling. Nothing synchronises with the host on a GPU.
 
     Args:
         cache: where the owned rows go; None stores nothing, and drafts are verified as one-hot.

@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return angles.apply(key), value
 
     def write(self, x: Tensor, angles: RotaryAngles, rows: KVRows, kv: KVView) -> None:
-        """Store keys and values of `x` at `rows`."""
+        """Store keys and values of `x [n, input_size]` at `rows`."""
         kv.write(self.layer, rows, *self.keys_values(x, angles))
 
     def attend(self, query: Tensor, gate: Tensor | None, rows: KVRows, kv: KVView) -> Tensor:

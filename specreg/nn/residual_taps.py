@@ -35,7 +35,7 @@ class ResidualTaps:
             )
 
     def take(self) -> dict[int, Tensor]:
-        """What the last forward left, by ascending entry; shares memory with the model's own."""
+        """What the last forward left by ascending entry, in the model's own shape and memory."""
         states, self._states = self._states, {}
         return states
 

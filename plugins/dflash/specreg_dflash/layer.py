@@ -39,13 +39,13 @@ class BlockLayer(nn.Module):
         return stream + self.feed_forward(self.post_attention_layernorm(stream), block)
 
     def attention(self, normed: Tensor, block: Block, kv: KVView) -> Tensor:
-        """What attention adds to the stream; writes the rows' keys and values."""
+        """What attention adds, `[n, hidden_size]`; writes the rows' keys and values."""
         rows = block.rows(is_causal=self.is_causal, window=self.self_attn.sliding_window)
         attended: Tensor = self.self_attn(normed, block.angles, rows, kv)
         return attended
 
     def feed_forward(self, normed: Tensor, block: Block) -> Tensor:
-        """What the feed-forward block adds to the stream."""
+        """What the feed-forward block adds to the stream, `[n, hidden_size]`."""
         del block
         fed: Tensor = self.mlp(normed)
         return fed

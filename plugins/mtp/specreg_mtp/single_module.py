@@ -34,15 +34,15 @@ class SingleModuleSpeculator(SelfFeedingSpeculator):
         return module_bytes(self.drafter)
 
     def read_target(self, inputs: ProposeInputs) -> Tensor:
-        """The target's states as they are: the module normalises them."""
+        """The target's states `[num_tokens, hidden_size]`: the module normalises them."""
         assert inputs.hidden_states is not None
         return inputs.hidden_states
 
     def run(self, token_ids: Tensor, states: Tensor, rows: KVRows) -> DraftStates:
-        """One pass of the module."""
+        """One pass of the module; shapes as of `SelfFeedingSpeculator.run`."""
         assert self.kv is not None
         return self.drafter.run(0, token_ids, states, rows, self.kv)
 
     def score(self, to_score: Tensor) -> Tensor:
-        """Logits over the target's vocabulary."""
+        """Logits `[n, vocab_size]` over the target's vocabulary."""
         return self.drafter.score(0, to_score)

@@ -95,7 +95,7 @@ class KeptColumns(NamedTuple):
         return best if self.ids is None else self.ids.gather(-1, best[..., None])[..., 0]
 
     def spread(self, scores: Tensor, vocab_size: int) -> Tensor:
-        """Scores of all columns: -inf where one is not kept."""
+        """Scores `[num_reqs, num_drafts, vocab_size]`, -inf in columns that are not kept."""
         if self.ids is None:
             return scores
         everything = scores.new_full((*scores.shape[:-1], vocab_size), -torch.inf)
