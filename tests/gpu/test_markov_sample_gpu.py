@@ -124,6 +124,19 @@ def test_a_bias_without_rounding_gives_the_bits_of_the_loop(num_reqs, rank, dtyp
     assert torch.equal(greedy, loop(batch, None, vocab_size=3001, greedy=True))
 
 
+@pytest.mark.parametrize("shard", [Shard(), Shard(2, 1)], ids=str)
+def test_a_single_step_is_that_of_the_loop_with_and_without_a_cache(shard):
+    batch = make_markov_batch(list(range(9)), 3001, num_steps=1, rank=64, dtype=BF16).to("cuda")
+    caches = [gpu_cache(9, 1, 3001, shard) for _ in range(2)]
+    tokens = markov_sample(*batch, caches[0], vocab_size=3001)
+    assert torch.equal(tokens, loop(batch, caches[1], vocab_size=3001))
+    for field in CELL_FIELDS:
+        assert torch.equal(*(getattr(cache, field) for cache in caches)), field
+    assert torch.equal(markov_sample(*batch, None, vocab_size=3001), tokens)
+    greedy = markov_sample(*batch, None, vocab_size=3001, greedy=True)
+    assert torch.equal(greedy, loop(batch, None, vocab_size=3001, greedy=True))
+
+
 def test_i7_a_request_alone_and_among_others_draws_the_same_tokens_from_the_same_bits():
     batch = real_batch(80)
     cache = gpu_cache(80, NUM_STEPS, VOCAB_SIZE)

@@ -37,6 +37,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "greedy, capped and scaled": {"is_greedy": True, "soft_cap": 30.0, "scale": 0.5},
     "no cache": {"has_cache": False},
     "one column": {"vocab_size": 1},
+    "one step": {"num_steps": 1},
+    "one step, no cache": {"num_steps": 1, "has_cache": False},
+    "one step, greedy": {"num_steps": 1, "is_greedy": True},
+    "one of everything, tp 2": {
+        "num_reqs": 1,
+        "num_steps": 1,
+        "vocab_size": 1,
+        "rank": 1,
+        "num_shards": 2,
+        "is_scattered": True,
+        "scale": 2.0,
+        "soft_cap": 1.0,
+    },
     "rank 300": {"rank": 300},
 }
 
@@ -44,6 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def kernels(
     *,
     num_reqs: int = 8,
+    num_steps: int = NUM_STEPS,
     num_shards: int = 1,
     dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype = BF16,
@@ -64,15 +78,15 @@ def kernels(
     num_blocks = -(-vocab_size // k.BLOCK_SIZE)
     cells = statistics = None
     if has_cache and not is_greedy:
-        cells = LogitsCells(stored, NUM_STEPS * vocab_size, vocab_size, num_shards - 1)
-        statistics = StatisticsCells(fp32, fp32, u8, NUM_STEPS, num_shards - 1)
+        cells = LogitsCells(stored, num_steps * vocab_size, vocab_size, num_shards - 1)
+        statistics = StatisticsCells(fp32, fp32, u8, num_steps, num_shards - 1)
     has_scratch = not is_greedy and (cells is None or num_shards > 1 or is_scattered)
     drawing = {
         "outs": StepArgs(i64, i32, i64, stored if has_scratch else None, vocab_size, i64),
         "statistics": statistics,
         "reqs": ReqArgs(i64, i64, i64, i64, None if is_greedy else fp32),
         "target_ids": i64 if is_scattered else None,
-        "sizes": SizeArgs(num_reqs, NUM_STEPS, vocab_size, vocab_size, num_blocks),
+        "sizes": SizeArgs(num_reqs, num_steps, vocab_size, vocab_size, num_blocks),
         "NUM_SHARDS": num_shards,
         "NUM_BLOCKS": 1 << (num_blocks - 1).bit_length(),
         "BLOCK_SIZE": k.BLOCK_SIZE,
@@ -85,7 +99,7 @@ def kernels(
             {
                 **drawing,
                 "cells": cells,
-                "base": BaseArgs(weights, NUM_STEPS * vocab_size, vocab_size),
+                "base": BaseArgs(weights, num_steps * vocab_size, vocab_size),
                 "head": HeadArgs(weights, rank, weights, rank, vocab_size, scale, soft_cap),
                 "step": 7,
                 "RANK": rank,

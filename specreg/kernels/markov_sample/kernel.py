@@ -203,6 +203,8 @@ def markov_sample_draw_kernel(
     if OVERLAPS:
         gdc_wait()
     request = tl.program_id(0).to(tl.int64)
+    # An integer 1 in a tuple is a constant, which has no type to convert from.
+    last = tl.zeros_like(request) + (sizes.num_steps - 1)
     draw(
         outs,
         cells,
@@ -211,7 +213,7 @@ def markov_sample_draw_kernel(
         target_ids,
         sizes,
         request,
-        sizes.num_steps - 1,
+        last,
         NUM_SHARDS,
         NUM_BLOCKS,
         BLOCK_SIZE,

@@ -72,6 +72,18 @@ def test_requests_beyond_a_tile_and_a_cache_of_another_dtype_agree():
     agree(batch, lambda: make_cache(19, 2, 530, Shard(2, 1), FP32), vocab_size=530)
 
 
+@pytest.mark.parametrize("num_shards", [0, 1, 2])
+def test_a_single_step_agrees_with_and_without_a_cache(num_shards):
+    batch = make_markov_batch([2, -1, 0], 530, num_steps=1)
+
+    def cache():
+        return make_cache(3, 1, 530, Shard(num_shards, 0)) if num_shards else None
+
+    tokens, _ = agree(batch, cache, vocab_size=530)
+    assert tokens.shape == (3, 1)
+    agree(batch, lambda: None, vocab_size=530, greedy=True)
+
+
 def test_odd_logits_agree():
     batch = make_markov_batch(
         [0, 1, 2, 3, 4, 5, 6], 600, num_steps=2, temperature=[1, 1, 1, 1, 0, 0, 1e-38]
