@@ -100,6 +100,22 @@ def test_an_anchor_outside_the_table_adds_no_bias(anchor):
     assert int(tokens[0, 0]) == int(batch.base_logits[0, 0].argmax())
 
 
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+def test_no_row_of_the_table_shows_in_the_bias_of_an_anchor_outside_it(odd):
+    batch = make_markov_batch([0], VOCAB_SIZE)
+    batch.w1.fill_(odd)
+    previous = torch.tensor([-1, VOCAB_SIZE])
+    bias = markov_bias_reference(previous, batch.w1, batch.w2, dtype=FP32)
+    assert torch.equal(bias, torch.zeros(2, VOCAB_SIZE))
+
+
+def test_an_infinite_bias_is_capped():
+    w1, w2 = torch.tensor([[300.0]], dtype=FP16), torch.tensor([[300.0], [-300.0]], dtype=FP16)
+    options = {"dtype": FP16, "scale": 0.5, "soft_cap": 4.0}
+    bias = markov_bias_reference(torch.tensor([0]), w1, w2, **options)
+    assert bias.tolist() == [[2.0, -2.0]]
+
+
 def test_each_step_counts_what_is_no_number_and_a_row_without_logits_goes_on():
     batch = make_markov_batch([0, 1, 2], VOCAB_SIZE)
     batch.base_logits[0, 0, 5] = torch.nan

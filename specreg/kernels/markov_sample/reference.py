@@ -37,7 +37,7 @@ def markov_bias_reference(
         `[n, num_columns]` in `dtype`.
     """
     is_known = (previous >= 0) & (previous < len(w1))
-    rows = w1[torch.where(is_known, previous, 0)].double() * is_known[:, None]
+    rows = w1[torch.where(is_known, previous, 0)].double().masked_fill(~is_known[:, None], 0.0)
     num_columns, rank = w2.shape
     bias = rows.new_empty((len(previous), num_columns), dtype=dtype)
     chunk = max(1, CHUNK_ELEMENTS // rank)

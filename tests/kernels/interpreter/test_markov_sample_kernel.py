@@ -12,7 +12,7 @@ from draft_sample_cases import make_cache
 from markov_sample_cases import make_markov_batch
 
 from specreg.kernels.markov_sample.kernel import markov_sample_triton
-from specreg.kernels.markov_sample.reference import markov_sample_reference
+from specreg.kernels.markov_sample.reference import markov_bias_reference, markov_sample_reference
 from specreg.ownership import Shard
 
 FP32, FP16 = torch.float32, torch.float16
@@ -122,11 +122,24 @@ def test_a_bias_that_is_capped_and_scaled_agrees():
     agree(batch, lambda: None, vocab_size=520, scale=0.5, soft_cap=3.0, greedy=True)
 
 
+def test_an_infinite_bias_is_capped_as_by_the_twin():
+    """A sum that fp16 cannot hold is an infinity; its cap is a number."""
+    batch = make_markov_batch([1, 0, 2], 520, num_steps=2, dtype=FP16)
+    batch = batch._replace(w1=batch.w1 * 400, w2=batch.w2 * 400)
+    bias = markov_bias_reference(batch.anchors, batch.w1, batch.w2, dtype=FP16)
+    assert set(bias[bias.isinf()].tolist()) == {-torch.inf, torch.inf}
+    _, cache = agree(
+        batch, lambda: make_cache(3, 2, 520, dtype=FP16), vocab_size=520, scale=0.5, soft_cap=4.0
+    )
+    assert bool(cache.logits.isfinite().all())
+
+
 def test_an_anchor_outside_the_table_and_padded_tables_agree():
     batch = make_markov_batch([1, 0], 520, num_steps=2)
     wide = [torch.full((len(table) + 8, 24), 99.0) for table in (batch.w1, batch.w2)]
     for padded, table in zip(wide, (batch.w1, batch.w2), strict=True):
         padded[: len(table), :16] = table
+    wide[0][0] = torch.inf  # not read
     batch = batch._replace(
         anchors=torch.tensor([-1, 2**40]), w1=wide[0][:, :16], w2=wide[1][:, :16]
     )

@@ -34,7 +34,8 @@ def rounded_bias(head, acc, dtype: tl.constexpr):
     if head.soft_cap is not None or head.scale is not None:
         exact = bias.to(tl.float32)
         if head.soft_cap is not None:
-            exact = _tanh(tl.div_rn(exact, exact * 0.0 + head.soft_cap)) * head.soft_cap
+            cap = tl.zeros_like(exact) + head.soft_cap
+            exact = _tanh(tl.div_rn(exact, cap)) * head.soft_cap
         if head.scale is not None:
             exact = exact * head.scale
         bias = exact.to(dtype)
