@@ -69,7 +69,7 @@ def kernels(
     scale: float | None = None,
     soft_cap: float | None = None,
     target: str = "sm_90",
-) -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
+) -> Iterator[tuple[Any, dict[str, Any], dict[str, int | None]]]:
     """Each kernel of one variant with its arguments, as a launch would pass them, and options."""
     fp32, i32, i64, u8 = (
         torch.empty(1, dtype=t) for t in (FP32, torch.int32, torch.int64, torch.uint8)
@@ -81,8 +81,9 @@ def kernels(
         cells = LogitsCells(stored, num_steps * vocab_size, vocab_size, num_shards - 1)
         statistics = StatisticsCells(fp32, fp32, u8, num_steps, num_shards - 1)
     has_scratch = not is_greedy and (cells is None or num_shards > 1 or is_scattered)
+    scratch, scratch_stride = stored if has_scratch else None, -(-vocab_size // 16) * 16
     drawing = {
-        "outs": StepArgs(i64, i32, i64, stored if has_scratch else None, vocab_size, i64),
+        "outs": StepArgs(i64, i32, i64, scratch, scratch_stride, i64),
         "statistics": statistics,
         "reqs": ReqArgs(i64, i64, i64, i64, None if is_greedy else fp32),
         "target_ids": i64 if is_scattered else None,
@@ -111,7 +112,11 @@ def kernels(
                 "GROUP": min(k.GROUP, tile.rows),
                 "VECTOR": 16 // (cache_dtype if cells is not None else dtype).itemsize,
             },
-            {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+            {
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+                "maxnreg": tile.maxnreg,
+            },
         )
     draw_cells = None if is_scattered else cells
     yield (

@@ -33,6 +33,7 @@ def compile_offline(
     /,
     num_warps: int = 4,
     num_stages: int | None = None,
+    maxnreg: int | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Every stage of `kernel` for `target`, by name: "ttir", "ptx" and so on.
@@ -40,7 +41,7 @@ def compile_offline(
     Args:
         kernel: a `triton.jit` function.
         target: a key of `TARGETS`.
-        num_warps, num_stages: as at launch.
+        num_warps, num_stages, maxnreg: as at launch.
         arguments: what a launch would pass by keyword: tensors (only their dtype counts), numbers,
             tuples of these, None.
     """
@@ -56,6 +57,8 @@ def compile_offline(
     options = {"num_warps": num_warps}
     if num_stages is not None:
         options["num_stages"] = num_stages
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     return triton.compile(source, target=TARGETS[target], options=options).asm
 
 

@@ -6,8 +6,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from markov_sample_variants import VARIANTS, kernels
+from markov_sample_cases import make_markov_batch
+from markov_sample_variants import BF16, FP16, FP32, VARIANTS, kernels
 from offline import compile_offline, narrow_products
+
+from specreg.kernels.markov_sample import kernel as k
+from specreg.kernels.markov_sample.arguments import HeadArgs
 
 DIVISION = re.compile(r"arith\.(rem|div|ceildiv|floordiv)\w*i\b")
 ON_GFX942 = ("bf16, 256 requests, tp 4", "fp32 head, rank 100, tp 2", "reduced vocabulary, tp 4")
@@ -29,6 +33,51 @@ def test_every_kernel_compiles_for_sm_90(variant):
 def test_every_kernel_compiles_for_gfx942(variant):
     for stages in compiled(variant, "gfx942"):
         assert stages["hsaco"]
+
+
+def launches(monkeypatch, batch, vocab_size, **options):
+    """What a call without a cache passes to each launch: kernel, arguments, options."""
+    calls = []
+
+    def record(kernel, grid, arguments, key, num_warps, **options):
+        calls.append((kernel, arguments, {"num_warps": num_warps} | options))
+
+    monkeypatch.setattr(k, "launch", record)
+    options = {"target_ids": None, "scale": 1.0, "soft_cap": None, "num_nans": None} | options
+    k.markov_sample_triton(*batch, None, vocab_size=vocab_size, **options)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "rank", "dtype"),
+    [(1, 256, BF16), (20, 16, FP16), (65, 64, BF16), (8, 300, BF16), (8, 64, FP32)],
+)
+def test_variants_are_compiled_with_the_options_of_a_launch(monkeypatch, num_reqs, rank, dtype):
+    batch = make_markov_batch(list(range(num_reqs)), 40, num_steps=2, rank=rank, dtype=dtype)
+    expected = [
+        (kernel, {name: value for name, value in options.items() if value is not None})
+        for kernel, _, options in kernels(
+            num_reqs=num_reqs, num_steps=2, rank=rank, dtype=dtype, vocab_size=40, has_cache=False
+        )
+    ]
+    launched = [(kernel, options) for kernel, _, options in launches(monkeypatch, batch, 40)]
+    assert launched == expected
+
+
+def test_a_scale_and_a_cap_that_are_integers_are_launched_as_floats(monkeypatch):
+    """As integers they would be compiled for, and 30 finds the same compiled kernel as 30.0."""
+    batch = make_markov_batch([0], 40)
+    for _, arguments, _ in launches(monkeypatch, batch, 40, scale=2, soft_cap=30)[:-1]:
+        (head,) = (each for each in arguments if isinstance(each, HeadArgs))
+        assert [type(head.scale), type(head.soft_cap)] == [float, float]
+
+
+@pytest.mark.parametrize("variant", ["bf16", "no cache", "rank 300", "fp32 head, rank 100, tp 2"])
+def test_a_step_is_compiled_with_the_limit_on_registers_that_it_is_launched_with(variant):
+    _, step, draw = compiled(variant)
+    limit = re.findall(r"\.maxnreg (\d+)", step["ptx"])
+    assert limit == (["128"] if variant in ("bf16", "no cache") else [])
+    assert ".maxnreg" not in draw["ptx"]
 
 
 @pytest.mark.parametrize("variant", ["bf16, one request", "bf16, 256 requests, tp 4"])

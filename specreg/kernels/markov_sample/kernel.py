@@ -278,8 +278,8 @@ def markov_sample_triton(
         w2,
         w2.stride(0),
         len(w1),
-        None if scale == 1.0 else scale,
-        soft_cap,
+        None if scale == 1.0 else float(scale),
+        None if soft_cap is None else float(soft_cap),
     )
     sizes = SizeArgs(num_reqs, num_steps, store.num_columns, store.width, store.num_blocks)
     tile = tile_of(num_reqs, rank, w1.dtype, is_hip=torch.version.hip is not None)
