@@ -6,6 +6,9 @@ them, and the fused tokens those that `draft_sample` draws from the fused rows. 
 `K (V rank s + R V s (1 + 1/num_shards))` bytes over the bandwidth of a device-to-device copy
 measured in the same run (bytes read and written): each step has to read the head's second table.
 
+The launch of a step draws the tokens of the step before once a call, so repeats of it alone, the
+times of single launches, leave the draws out. `--sweep` times whole calls.
+
     python benchmarks/markov_sample.py [--json FILE] [--sweep]
 """
 
@@ -123,7 +126,7 @@ def time_case(case: Case, bytes_per_us: float) -> dict[str, Any]:
 
 
 def sweep_cases() -> None:
-    """Microseconds of the launch of a step for every size of its programs."""
+    """Microseconds of a call for every size of the programs of a step."""
     for case in (Case(num_reqs, 5, VOCAB_SIZE, BF16, 4) for num_reqs in (8, 64, 256)):
         inputs, cache = inputs_of(case), cache_for(case)
         print(f"{HEADER}\n{case}")
@@ -133,7 +136,7 @@ def sweep_cases() -> None:
 
         rows = ((16,), (32,), (64,), (128,))
         shapes = {"ROWS": rows, "COLUMNS": (64, 128), "NUM_WARPS": (4, 8)}
-        sweep(run, kernel, 1, sizes, shapes)
+        sweep(run, kernel, None, sizes, shapes)
         torch.cuda.empty_cache()
 
 

@@ -118,16 +118,16 @@ def recorded(module: ModuleType) -> Iterator[list[tuple[str, Callable[[], object
 def sweep(
     run: Callable[[], object],
     module: ModuleType,
-    index: int,
+    index: int | None,
     constants: ModuleType,
     sizes: dict[str, tuple[int, ...]],
 ) -> None:
-    """Print microseconds of one launch of a call for every size of its programs, fastest first.
+    """Print microseconds of a call, or one launch of it, for every size of programs, fastest first.
 
     Args:
         run: the call.
         module: what launches its kernels.
-        index: of the launch.
+        index: of the launch; None for the whole call, where a launch repeated alone does less.
         constants: the module that holds the sizes.
         sizes: names there, and the values to try.
     """
@@ -138,18 +138,19 @@ def sweep(
         try:
             with recorded(module) as calls:
                 run()
-            times[values] = launch_us(calls[index][1], 10)
+            name, repeat = ("a call", run) if index is None else calls[index]
+            times[values] = launch_us(repeat, 10)
         except Exception as error:  # a size that the device cannot launch
             print(f"    {values}: {type(error).__name__}")
     vars(constants).update(before)
-    print(f"  us of {calls[index][0]} by {' x '.join(sizes)}")
+    print(f"  us of {name} by {' x '.join(sizes)}")
     for values, us in sorted(times.items(), key=lambda item: item[1]):
         used = " (used)" if values == tuple(before.values()) else ""
         print(f"    {' x '.join(map(str, values)):8s} {us:8.1f}{used}", flush=True)
 
 
 def launch_us(repeat: Callable[[], object], repeats: int = 20) -> float:
-    """Microseconds of one launch among equal ones in a graph."""
+    """Microseconds of one launch, or call, among equal ones in a graph."""
 
     def several() -> None:
         for _ in range(GRAPH_REPEATS):
