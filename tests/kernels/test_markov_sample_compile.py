@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from draft_sample_cases import make_cache
 from markov_sample_cases import make_markov_batch
 from markov_sample_variants import BF16, FP16, FP32, VARIANTS, kernels
 from offline import compile_offline, narrow_products
@@ -35,8 +37,8 @@ def test_every_kernel_compiles_for_gfx942(variant):
         assert stages["hsaco"]
 
 
-def launches(monkeypatch, batch, vocab_size, **options):
-    """What a call without a cache passes to each launch: kernel, arguments, options."""
+def launches(monkeypatch, batch, vocab_size, cache=None, **options):
+    """What a call passes to each launch: kernel, arguments, options."""
     calls = []
 
     def record(kernel, grid, arguments, key, num_warps, **options):
@@ -44,7 +46,7 @@ def launches(monkeypatch, batch, vocab_size, **options):
 
     monkeypatch.setattr(k, "launch", record)
     options = {"target_ids": None, "scale": 1.0, "soft_cap": None, "num_nans": None} | options
-    k.markov_sample_triton(*batch, None, vocab_size=vocab_size, **options)
+    k.markov_sample_triton(*batch, cache, vocab_size=vocab_size, **options)
     return calls
 
 
@@ -62,6 +64,21 @@ def test_variants_are_compiled_with_the_options_of_a_launch(monkeypatch, num_req
     ]
     launched = [(kernel, options) for kernel, _, options in launches(monkeypatch, batch, 40)]
     assert launched == expected
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_k_steps_are_k_plus_1_launches_and_one_more_into_a_dense_cache(monkeypatch, num_steps):
+    batch = make_markov_batch([1, 0], 40, num_steps=num_steps, vocab_size=70)
+    ids = torch.arange(40)
+    for cache, target_ids, more in (
+        (None, ids, 1),
+        (make_cache(2, num_steps, 70), ids, 2),
+        (make_cache(2, num_steps, 70, target_ids=ids), ids, 1),
+        (make_cache(2, num_steps, 40), None, 1),
+    ):
+        vocab_size = 40 if target_ids is None else 70
+        calls = launches(monkeypatch, batch, vocab_size, cache, target_ids=target_ids)
+        assert len(calls) == num_steps + more
 
 
 def test_a_scale_and_a_cap_that_are_integers_are_launched_as_floats(monkeypatch):

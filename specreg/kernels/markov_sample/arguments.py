@@ -9,10 +9,11 @@ from torch import Tensor
 
 __all__ = ["BaseArgs", "HeadArgs", "ReqArgs", "SizeArgs", "StepArgs", "Tile", "tile_of"]
 
-# One H200, 5 steps of 129,280 columns in bf16, rank 256, 4 shards, us of a call. 8 requests: 64
-# columns in 3 stages 122, in 2 stages 144, 128 columns 137. 64 requests: 64 rows 236, 32 rows 273,
-# 128 rows 364. What counts is that two programs fit on a multiprocessor. `--sweep` of
-# benchmarks/markov_sample.py times launches of other sizes.
+# Seen on one H200 while the kernels were written, on builds before the committed one, which has not
+# been timed (no row of benchmarks/results is of it): 5 steps of 129,280 columns in bf16, rank 256,
+# 4 shards, us of a call. 8 requests: 64 columns in 3 stages 122, in 2 stages 144, 128 columns 137.
+# 64 requests: 64 rows 236, 32 rows 273, 128 rows 364. What counts is that two programs fit on a
+# multiprocessor. `--sweep` of benchmarks/markov_sample.py times calls with other sizes.
 ROWS = (16, 32, 64)
 COLUMNS = 64
 NUM_WARPS = 8

@@ -1,5 +1,7 @@
 """`markov_sample` in Triton: a launch a step, and one that draws the last tokens.
 
+One more goes in front where a reduced vocabulary is scattered into a dense cache.
+
 The block masses of a step are complete when its launch ends, so the next launch draws its tokens
 before it needs them: programs claim requests until none is left, draw one token for each, and wait
 until all are done. Whoever has claimed a draw is running and waits for nobody, so there is always
