@@ -41,7 +41,16 @@ def walk(head: MarkovHead, hidden: Tensor, anchors: Tensor, draw: Draw) -> Tenso
 
 
 def shaped(logits: Tensor, config: DSparkConfig) -> Tensor:
-    """Soft cap and scale of the config, rounded once; base logits and bias each go through it."""
+    """Soft cap and scale of the config, rounded once; base logits and bias each go through it.
+
+    Args:
+        logits: `[..., num_columns]`, of any float dtype; not written, returned where nothing
+            changes.
+        config: of the drafter.
+
+    Returns:
+        The shape and dtype of `logits`.
+    """
     scale, cap = config.backbone.logit_scale, config.soft_cap
     if cap is None:
         return logits if scale == 1.0 else logits * scale

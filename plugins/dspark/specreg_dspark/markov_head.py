@@ -44,7 +44,7 @@ class MarkovHead(nn.Module):
         Args:
             embedded: `[num_reqs, rank]`, of the token before.
             hidden: `[num_reqs, hidden_size]`, of the draft's row.
-            state: of the step before.
+            state: `[num_reqs, rank]`, of the step before; of `begin` at first. Not written.
 
         Returns:
             What `bias` reads, `[num_reqs, rank]`; the next state.
@@ -70,6 +70,10 @@ class GatedMarkovHead(MarkovHead):
         self.gate_proj = nn.Linear(self.hidden_size + self.rank, self.rank, device="meta")
 
     def forward(self, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One step: the embedding `[num_reqs, rank]` times the gate of its hidden row.
+
+        Args and Returns as of `MarkovHead.forward`: `[num_reqs, rank]`, and the state as it was.
+        """
         gate = torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), dim=-1)))
         return gate * embedded, state
 
@@ -83,6 +87,11 @@ class RecurrentMarkovHead(MarkovHead):
         self.joint_proj = nn.Linear(width, 3 * self.rank, device="meta")
 
     def forward(self, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the network.
+
+        Args and Returns as of `MarkovHead.forward`: `[num_reqs, rank]` in (-1, 1), and the next
+        state `[num_reqs, rank]`.
+        """
         joint = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1))
         keep, candidate, features = joint.chunk(3, dim=-1)
         keep = torch.sigmoid(keep)

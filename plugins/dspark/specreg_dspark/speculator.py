@@ -61,6 +61,7 @@ class DSparkSpeculator(BlockSpeculator):
 
     @property
     def head_dtypes(self) -> Mapping[str, torch.dtype]:
+        """fp32 for the confidence head, by name of the tensor in the head, whatever the run's."""
         return {f"{CONFIDENCE}.proj.{name}": torch.float32 for name in ("bias", "weight")}
 
     def read_config(self, form: ConfigForm) -> BackboneConfig:
@@ -124,6 +125,12 @@ class DSparkSpeculator(BlockSpeculator):
         return super().supports_batch_sharded_draft_logits() and not self.opt_out_reason
 
     def bind(self, sampler: DraftSampler, kv: KVView) -> None:
+        """Keep what the host lends, and hand the door to the fused sampler.
+
+        Args:
+            sampler: the one door for sampling.
+            kv: the drafter's layers.
+        """
         super().bind(sampler, kv)
         self.sampler_choice.bind(sampler)
 

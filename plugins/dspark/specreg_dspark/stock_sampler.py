@@ -18,7 +18,17 @@ def make_stock_sampler(context: MarkovSamplerContext) -> Callable[[MarkovInputs]
 
 
 def sample_stock(inputs: MarkovInputs) -> bool:
-    """Draw all steps with at most one launch a step; never declines."""
+    """Draw all steps; never declines.
+
+    On a GPU in K + 1 launches, and one more to fill the rows where a reduced vocabulary is
+    scattered into a dense cache.
+
+    Args:
+        inputs: as `MarkovInputs` says; cells get their statistics too.
+
+    Raises:
+        TensorError: tensors that the op `markov_sample` refuses.
+    """
     inputs.tokens.copy_(
         markov_sample(
             inputs.base_logits,
