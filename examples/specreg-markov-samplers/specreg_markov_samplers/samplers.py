@@ -42,17 +42,21 @@ def owner_aware(inputs: MarkovInputs) -> bool:
 def full_cache(inputs: MarkovInputs) -> bool:
     """The row of a request is its slot, as in a kernel that computes `slot * stride`.
 
-    It knows no reduced vocabulary and declines one. It asks the host which rows are live, so it
-    runs eagerly; a kernel would mask its stores.
+    It knows no reduced vocabulary and declines one. Where a kernel would mask its stores, rows
+    without a request store what a live row does, so that nothing is asked of the host.
     """
     cache, slots, previous = inputs.cache, inputs.idx_mapping, inputs.anchors
     if inputs.target_ids is not None or (cache and cache.layout is not DraftLogitsLayout.DENSE):
         return False
-    live = (slots >= 0).nonzero().squeeze(1)
+    is_live, indices = slots >= 0, torch.arange(len(slots), device=slots.device)
+    rows = torch.where(is_live, indices, is_live.int().argmax())
+    targets = slots[rows]  # -1, the last slot, where no row is live: that one keeps what it has
     for step in range(inputs.tokens.shape[1]):
         logits = _logits(inputs, previous, step)
         if cache is not None:
-            _rows_by_slot(cache, len(inputs.seeds))[slots[live], step] = logits[live]
+            cells = _rows_by_slot(cache, len(inputs.seeds))[:, step]
+            kept = torch.where((targets >= 0)[:, None], logits[rows], cells[targets])
+            cells[targets] = kept
         previous = _draw(inputs, logits, step, None)
         inputs.tokens[:, step] = previous
     return True
