@@ -48,10 +48,12 @@ def make_probe(
     layouts: tuple[DraftLogitsLayout, ...] = (DraftLogitsLayout.DENSE,),
     target_ids: torch.Tensor | None = None,
     device: str = "cpu",
+    max_num_seqs: int = 8,
 ) -> Probe:
     generator = torch.Generator().manual_seed(0)
     num_columns = VOCAB_SIZE if target_ids is None else len(target_ids)
     return Probe(
+        max_num_seqs=max_num_seqs,
         num_ranks=num_ranks,
         num_steps=NUM_STEPS,
         w1=torch.randn(VOCAB_SIZE, RANK, generator=generator).to(device),
@@ -152,9 +154,10 @@ def _cells(inputs: MarkovInputs) -> Any:
 
 
 def _every_slot_to_its_row(inputs: MarkovInputs) -> None:
-    """The row is that of the owner, but whoever stores, stores."""
+    """The row is that of the owner, but whoever stores, stores; its own requests' last."""
     slots = inputs.idx_mapping[inputs.idx_mapping >= 0]
     _cells(inputs).logits[slots // _cells(inputs).shard.num_shards] = 1.0
+    sample_stock(inputs)
 
 
 def _padding_before_the_cache(inputs: MarkovInputs) -> None:
@@ -189,7 +192,9 @@ def _no_last_column(inputs: MarkovInputs) -> None:
 
 
 def _token_of_the_rank(inputs: MarkovInputs) -> None:
-    inputs.tokens[inputs.idx_mapping >= 0] = _cells(inputs).shard.shard_idx
+    slots = inputs.idx_mapping
+    is_drawn = (slots >= 0) & (inputs.temperature[slots] > 0)
+    inputs.tokens[is_drawn] = (inputs.tokens[is_drawn] + _cells(inputs).shard.shard_idx) % 7
 
 
 def _padding_is_a_token(inputs: MarkovInputs) -> None:
@@ -216,6 +221,48 @@ def _declines_behind_a_store(inputs: MarkovInputs) -> bool:
     return False
 
 
+def _on_cells(name: str, change: Any) -> Any:
+    """What `change` makes of a field of the cells that were stored."""
+
+    def of_inputs(inputs: MarkovInputs) -> None:
+        cells = _cells(inputs)
+        is_stored, field = cells.state == 1, getattr(cells, name)
+        field[is_stored] = change(field[is_stored])
+
+    return _after(of_inputs)
+
+
+def _many_as_one(inputs: MarkovInputs) -> None:
+    """Its kernel for many rows stores without a look at the owner."""
+    if len(inputs.tokens) > 5:
+        _every_slot_to_its_row(inputs)
+
+
+def faulty_full_cache(context: Any) -> Any:
+    return lambda inputs: 1
+
+
+def declining_a_full_one(context: Any) -> Any:
+    def sampler(inputs: MarkovInputs) -> bool:
+        if _cells(inputs).shard.num_shards == 1:
+            return False
+        _every_slot_to_its_row(inputs)
+        return True
+
+    return sampler
+
+
+def only_what_there_can_be(context: Any) -> Any:
+    """Breaks on more rows, or a slot further on, than a run has."""
+
+    def sampler(inputs: MarkovInputs) -> bool:
+        assert len(inputs.tokens) <= context.max_num_seqs
+        assert int(inputs.idx_mapping.max()) < context.max_num_seqs
+        return sample_stock(inputs)
+
+    return sampler
+
+
 every_slot_to_its_row = _after(_every_slot_to_its_row)
 padding_before_the_cache = _after(_padding_before_the_cache)
 one_state = _after(_one_state)
@@ -224,6 +271,23 @@ no_last_column = _after(_no_last_column)
 token_of_the_rank = _after(_token_of_the_rank)
 padding_is_a_token = _after(_padding_is_a_token)
 base_changed = _after(_base_changed)
+another_temperature = _on_cells("temperature", lambda value: value + 0.5)
+another_logsumexp = _on_cells("logsumexp", lambda value: value + 0.01)
+another_row = _on_cells("logits", lambda value: -value)
+many_as_one = _after(_many_as_one)
+
+
+def changing(name: str) -> Any:
+    """A sampler that adds one to one of its inputs behind its draws."""
+
+    def sampler(inputs: MarkovInputs) -> bool:
+        sample_stock(inputs)
+        getattr(inputs, name).add_(1)
+        return True
+
+    return sampler
+
+
 no_answer = _after(lambda inputs: 1)
 only_full_batches = _only_full_batches
 raises = _raises
@@ -244,7 +308,8 @@ def flat_slots(context: Any) -> Any:
         for row, slot in enumerate(inputs.idx_mapping.tolist()):
             if slot >= 0:
                 whole[slot] = inputs.base_logits[row]
-        inputs.tokens.copy_(torch.where(inputs.idx_mapping >= 0, 3, -1)[:, None])
+        largest = inputs.base_logits.argmax(2)
+        inputs.tokens.copy_(torch.where(inputs.idx_mapping[:, None] >= 0, largest, -1))
         return True
 
     return sampler

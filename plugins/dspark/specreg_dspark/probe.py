@@ -11,6 +11,7 @@ from torch import Tensor
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import DraftLogitsView
 from specreg.draft_vocab import check_target_ids
+from specreg.errors import PluginError
 from specreg.ownership import Shard
 from specreg.speculator import SpeculatorContext
 from specreg_dspark.dspark_config import DSparkConfig
@@ -24,6 +25,8 @@ Sampler = Callable[[MarkovInputs], bool]
 
 UNDRAWN = -2
 FIRST_POSITION = 7
+UNCHANGED = ("base_logits", "anchors", "positions", "idx_mapping", "temperature", "seeds")
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,12 @@ class Probe:
 
     Every rank does it for all ranks, so all come to the same conclusion. Reads on the host.
 
+    Batches are a small one, then the same padded with -1 to `max_num_seqs` rows, because a sampler
+    may have another kernel for many. The padded one takes the memory of the base logits of the
+    run's largest proposal, which the run needs later anyway; it has no more cells than the small.
+
     Attributes:
+        max_num_seqs: slots of the run; no batch has more rows, and no slot is beyond.
         num_ranks: of the run.
         num_steps: K.
         w1, w2, scale, soft_cap: the Markov head.
@@ -55,6 +63,7 @@ class Probe:
         layouts: of the cache, those that the run may get.
     """
 
+    max_num_seqs: int
     num_ranks: int
     num_steps: int
     w1: Tensor
@@ -93,6 +102,7 @@ class Probe:
             target_ids = check_target_ids(target_ids, vocab_size=vocab_size, device=w2.device)
         written = sorted(context.capabilities.layouts, key=lambda layout: layout.value)
         return cls(
+            max_num_seqs=context.config.max_num_seqs,
             num_ranks=context.config.tensor_parallel_size,
             num_steps=speculative.num_speculative_tokens,
             w1=head.markov_w1.weight,
@@ -121,10 +131,44 @@ class Probe:
             layout: of the cache.
             is_sharded: whether the cache has the rows of one rank, or all.
             stores_statistics: what the sampler declares.
+
+        Raises:
+            PluginError: the sampler changes a table of the drafter, which cannot be undone.
         """
-        everyone = list(range(2 * self.num_ranks))
+        before = self._tables()
+        result = self._tried(sampler, layout, is_sharded, stores_statistics)
+        for name, table in self._tables().items():
+            if not torch.equal(table, before[name]):
+                raise PluginError(
+                    "a fused sampler has changed the drafter",
+                    where=f"probe of a fused sampler, {name}",
+                    got="other bits than before; allowed: writes to the cache, tokens and num_nans",
+                    fix="repair the plugin, or set fused_sampling to 'off'",
+                )
+        return result
+
+    def _tables(self) -> dict[str, Tensor]:
+        """What tells whether a table of the drafter has changed."""
+        tables = {"w1": self.w1, "w2": self.w2, "target_ids": self.target_ids}
+        return {name: _digest(table) for name, table in tables.items() if table is not None}
+
+    @property
+    def num_slots(self) -> int:
+        """Requests in all batches: two a rank, or those that the run can have."""
+        return min(2 * self.num_ranks, self.max_num_seqs)
+
+    def _tried(
+        self,
+        sampler: Sampler,
+        layout: DraftLogitsLayout,
+        is_sharded: bool,
+        stores_statistics: bool,
+    ) -> ProbeResult:
+        everyone = list(range(self.num_slots))
         # A row without a request among the others; then, for a sampler of few rows, one at a time.
-        for batches in ([[0, -1, *everyone[1:]]], [[slot] for slot in everyone]):
+        few = [0, -1, *everyone[1:]][: self.max_num_seqs]
+        most = few + [-1] * (self.max_num_seqs - len(few))
+        for batches in ([few, most] if most != few else [few], [[slot] for slot in everyone]):
             has_sampled = False
             for slots in batches:
                 run = self._ranks(sampler, layout, slots, is_sharded, stores_statistics)
@@ -176,7 +220,7 @@ class Probe:
     ) -> _Run:
         cells = self._cells(shard, layout)
         inputs = self._inputs(cells.view, slots)
-        base = inputs.base_logits.clone()
+        before = {name: _digest(getattr(inputs, name)) for name in UNCHANGED}
         try:
             did = sampler(inputs)
         except torch.OutOfMemoryError:
@@ -185,8 +229,9 @@ class Probe:
             return _Run(f"it raised {type(error).__name__}: {error}", None)
         if not isinstance(did, bool):
             return _Run(f"it returned {did!r}; allowed: True or False", None)
-        if not torch.equal(base, inputs.base_logits):
-            return _Run("it changed base_logits", None)
+        for name, digest in before.items():
+            if not torch.equal(digest, _digest(getattr(inputs, name))):
+                return _Run(f"it changed {name}", None)
         if not did:
             fault = cells.touched([])
             if not fault and bool((inputs.tokens != UNDRAWN).any()):
@@ -200,6 +245,8 @@ class Probe:
             lowest, highest = (-1, -1) if slot < 0 else (0, self.vocab_size - 1)
             if not fault and not all(lowest <= token <= highest for token in drawn):
                 fault = f"it drew {drawn} for slot {slot}; allowed: {lowest} to {highest}"
+        if not fault:
+            fault = cells.unlike(slots, inputs.tokens, inputs.temperature, stores_statistics)
         return _Run(fault, tokens)
 
     def _cells(self, shard: Shard, layout: DraftLogitsLayout) -> SentinelCells:
@@ -207,7 +254,7 @@ class Probe:
         if layout is DraftLogitsLayout.DRAFT_VOCAB and self.target_ids is not None:
             width = len(self.target_ids)
         return SentinelCells(
-            2 * self.num_ranks,
+            self.num_slots,
             shard,
             layout,
             width,
@@ -219,14 +266,14 @@ class Probe:
         )
 
     def _inputs(self, view: DraftLogitsView, slots: list[int]) -> MarkovInputs:
-        device, num_slots = self.w2.device, 2 * self.num_ranks
+        device, num_slots = self.w2.device, self.num_slots
         num_columns = (
             min(self.vocab_size, len(self.w2)) if self.target_ids is None else len(self.target_ids)
         )
         shape = (num_slots, self.num_steps, num_columns)
         generator = torch.Generator(device).manual_seed(0)
         base = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
-        index = torch.tensor(slots)
+        index, slot = torch.tensor(slots), torch.arange(num_slots)
         return MarkovInputs(
             base_logits=base[index.clamp(min=0).to(device)],
             anchors=(index.clamp(min=0) % self.vocab_size).to(device),
@@ -236,8 +283,8 @@ class Probe:
             w2=self.w2,
             scale=self.scale,
             soft_cap=self.soft_cap,
-            # One request takes the argmax, the next one draws.
-            temperature=(torch.arange(num_slots) % 2).float().to(device),
+            # Of each rank's two requests one takes the argmax and one draws.
+            temperature=((slot // self.num_ranks + slot % self.num_ranks) % 2).float().to(device),
             seeds=torch.arange(num_slots, device=device),
             cache=view,
             vocab_size=self.vocab_size,
@@ -254,3 +301,12 @@ class _Run:
 
     fault: str
     tokens: list[list[int]] | None
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """int64 sums of the bits over each axis but one, which takes no copy; a vector's are itself."""
+    bits = tensor.view(BITS[tensor.itemsize])
+    if bits.dim() == 1:
+        return bits.clone()
+    axes = range(bits.dim())
+    return torch.cat([bits.sum([a for a in axes if a != axis], dtype=torch.int64) for axis in axes])

@@ -10,12 +10,14 @@ from torch import Tensor
 from specreg.capabilities import DraftLogitsLayout
 from specreg.draft_logits import CELL_STORED, DraftLogitsView
 from specreg.draft_vocab import target_to_draft_table
+from specreg.kernels.common.reference import clean_logits_reference
 from specreg.ownership import Shard
 
 __all__ = ["SentinelCells"]
 
 SENTINEL = 0xA5
 ALIGNMENT = 128  # elements, so that kernels find the cells aligned as a cache's are
+TOLERANCE = 1e-4  # of a logsumexp; the weights of a block of 512 columns are rounded to 2^-21 each
 
 
 class _Region:
@@ -99,11 +101,11 @@ class SentinelCells:
         for name, region in self._regions.items():
             front, body = region.is_changed()
             if bool(front.any()):
-                byte = len(front) - int(front.nonzero()[-1])
+                byte = 1 + _first(front.flip(0))[0]
                 return f"as {of} it wrote {name} {byte} bytes before the cache"
             body[allowed] = False
             if bool(body.any()):
-                row, step, byte = (int(i) for i in body.nonzero()[0])
+                row, step, byte = _first(body)
                 which = (
                     f"behind the {self.num_view_rows} rows of its cache"
                     if row >= self.num_view_rows
@@ -113,7 +115,12 @@ class SentinelCells:
         return ""
 
     def unwritten(self, slots: Iterable[int], stores_statistics: bool) -> str:
-        """The first cell of these requests that was not stored, in words."""
+        """The first cell of these requests that was not stored, in words; empty for none.
+
+        Args:
+            slots: requests of a batch; those that this shard owns are looked at.
+            stores_statistics: whether temperature, logsumexp and state are to be stored too.
+        """
         shard = self._shard
         owned = [shard.row(slot) for slot in slots if shard.owns(slot)]
         if not owned:
@@ -126,9 +133,60 @@ class SentinelCells:
             if name == "state":
                 written = region.body[owned] == CELL_STORED
             if not bool(written.all()):
-                index, step, column = (int(i) for i in (~written).nonzero()[0])
+                index, step, column = _first(~written)
                 return (
                     f"it left element {column} of {name} in row {owned[index]}, step {step} as it "
                     "was, and answered True"
                 )
         return ""
+
+    def unlike(
+        self, slots: Sequence[int], tokens: Tensor, temperature: Tensor, stores_statistics: bool
+    ) -> str:
+        """The first cell whose draw or statistics are not those of the stored logits, in words.
+
+        The draw of a request with temperature 0 has the largest logit of its row. Another one's
+        tells nothing of its distribution.
+
+        Args:
+            slots: requests of a batch, -1 where there is none; those that this shard owns are
+                looked at, all of whose cells are written.
+            tokens: int64 `[len(slots), num_steps]`, target ids, in range.
+            temperature: fp32 `[num_slots]`, what to draw at.
+            stores_statistics: whether temperature and logsumexp were stored too.
+        """
+        shard = self._shard
+        at = [index for index, slot in enumerate(slots) if shard.owns(slot)]
+        if not at:
+            return ""
+        rows = [shard.row(slots[index]) for index in at]
+        wanted = temperature[[slots[index] for index in at], None]
+        logits = clean_logits_reference(self._regions["logits"].body[rows])
+        drawn = tokens[at]
+        if self.view.target_to_draft is not None:
+            drawn = self.view.target_to_draft[drawn].long()
+        of_drawn = logits.gather(2, drawn.clamp(min=0)[..., None]).squeeze(2)
+        is_largest = (of_drawn == logits.amax(2)) & (drawn >= 0)
+        checks = [("it drew other than the largest of the logits in", is_largest | (wanted != 0))]
+        if stores_statistics:
+            stored, logsumexp = self.view.temperature[rows], self.view.logsumexp[rows]
+            checks.append(("it stored another temperature than the request's in", stored == wanted))
+            right = torch.logsumexp(logits / torch.where(wanted != 0, wanted, 1.0)[..., None], 2)
+            is_close = torch.isclose(logsumexp, right, rtol=TOLERANCE, atol=TOLERANCE)
+            checks.append(
+                ("it stored another logsumexp than of the logits in", is_close | (wanted == 0))
+            )
+        for what, holds in checks:
+            if not bool(holds.all()):
+                index, step = _first(~holds)
+                return f"{what} row {rows[index]}, step {step}"
+        return ""
+
+
+def _first(flags: Tensor) -> tuple[int, ...]:
+    """Index of the first true element; there is one. The others are not listed."""
+    flat, index = int(flags.contiguous().view(torch.uint8).flatten().argmax()), []
+    for size in reversed(flags.shape):
+        flat, i = divmod(flat, size)
+        index.append(i)
+    return tuple(reversed(index))
