@@ -238,6 +238,8 @@ def test_what_is_declared_follows_config_and_options() -> None:
     assert reduced.layouts == {DENSE, DRAFT_VOCAB}
     assert (reduced.draft_vocab_size, reduced.num_candidates) == (96, None)
     assert reduced.supports_watermarker
+    for named in ({"fused_sampler": "markov_sample"}, {"fused_sampling": "require"}):
+        assert not select(config, **named).capabilities.supports_watermarker
     for candidates, k in ((few, 5), (many, 96)):
         assert candidates.layouts == {DENSE, TOP_K}
         assert (candidates.draft_vocab_size, candidates.num_candidates) == (None, k)

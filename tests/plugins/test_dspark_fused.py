@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from editable_projects import EXAMPLES, install_project
 from markov_toys import (
     VOCAB_SIZE,
     SamplersPlugin,
+    another_logsumexp,
+    changing,
     make_choice,
     make_inputs,
     make_probe,
@@ -18,9 +23,13 @@ from markov_toys import (
 )
 from specreg_dspark.hooks import DSparkHooks, MarkovSamplerSpec
 from specreg_dspark.sampler_choice import STOCK
+from specreg_dspark.sentinel_cells import SentinelCells
+from specreg_dspark.stock_sampler import sample_stock
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from specreg.capabilities import DraftLogitsLayout, FusedSampling
 from specreg.errors import ConfigError, PluginError
+from specreg.ownership import Shard
 from specreg.registry import Registry, load
 
 DENSE, DRAFT_VOCAB = DraftLogitsLayout.DENSE, DraftLogitsLayout.DRAFT_VOCAB
@@ -84,6 +93,16 @@ def test_where_no_fused_sampler_can_draw_the_loop_does_unless_one_is_required(ob
     assert make_choice(HONEST, device="cuda", obstacle=obstacle).name is None
     with pytest.raises(ConfigError, match=f"'require', and {obstacle}"):
         make_choice(HONEST, obstacle=obstacle, fused_sampling="require")
+
+
+def test_a_name_is_not_passed_over_where_it_cannot_draw():
+    for obstacle in ("its Markov head is gated", "dspark_draft_topk is set"):
+        with pytest.raises(ConfigError, match=f"'honest', and {obstacle}"):
+            make_choice(HONEST, obstacle=obstacle, fused_sampler="honest")
+    with pytest.raises(ConfigError, match="'honest', and a draft watermarker draws"):
+        make_choice(HONEST, watermarker="keyed", fused_sampler="honest")
+    with pytest.raises(ConfigError, match="'honest', and fused_sampling is 'off'"):
+        make_choice(HONEST, fused_sampler="honest", fused_sampling="off")
 
 
 def test_under_a_watermarker_the_loop_draws_unless_one_is_required():
@@ -154,6 +173,10 @@ LIARS = {
     "no_last_column": ("left element 16 of logits in row 0, step 0 as it was", False),
     "token_of_the_rank": ("rank 1 of 2 draws or declines otherwise than rank 0", True),
     "padding_is_a_token": ("it drew .* for slot -1; allowed: -1 to -1", False),
+    "another_temperature": ("stored another temperature than the request's in row 0", False),
+    "another_logsumexp": ("stored another logsumexp than of the logits in row 1, step 0", False),
+    "another_row": ("drew other than the largest of the logits in row 0, step 0", False),
+    "many_as_one": ("wrote byte 0 of logits in row 0, step 0, which is no row of a", True),
     "base_changed": ("it changed base_logits", False),
     "no_answer": ("it returned 1; allowed: True or False", False),
     "only_full_batches": ("its answer depends on which rows are live", False),
@@ -173,6 +196,92 @@ def test_every_way_to_lie_is_seen(name):
     assert choice.opt_out_reason.startswith(f"fused sampler {name} of toy-samplers declares")
     assert choice.is_active == runs_on_all
     assert ("in a full-size one" in choice.opt_out_reason) == (not runs_on_all)
+
+
+def test_statistics_of_a_sampler_that_declares_none_are_not_looked_at():
+    assert not make_probe()(
+        another_logsumexp(None), DENSE, is_sharded=True, stores_statistics=False
+    ).fault
+
+
+@pytest.mark.parametrize("name", ["anchors", "positions", "idx_mapping", "temperature", "seeds"])
+def test_an_input_that_a_sampler_changes_is_named(name):
+    result = make_probe()(changing(name), DENSE, is_sharded=True, stores_statistics=True)
+    assert result.fault == f"it changed {name}"
+
+
+@pytest.mark.parametrize("name", ["w1", "w2", "target_ids"])
+def test_a_sampler_that_changes_a_table_of_the_drafter_ends_the_load(name):
+    probe = make_probe(2, (DENSE,), torch.arange(0, VOCAB_SIZE - 1, 2))
+    with pytest.raises(PluginError, match=rf"(?s)has changed the drafter.*fused sampler, {name}"):
+        probe(changing(name), DENSE, is_sharded=True, stores_statistics=True)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8])
+def test_a_probe_has_no_more_rows_and_slots_than_a_run(max_num_seqs):
+    seen = []
+
+    def sampler(inputs: Any) -> bool:
+        seen.append((len(inputs.tokens), int(inputs.idx_mapping.max())))
+        return sample_stock(inputs)
+
+    probe = make_probe(2, max_num_seqs=max_num_seqs)
+    assert not probe(sampler, DENSE, is_sharded=True, stores_statistics=True).fault
+    assert max(num_rows for num_rows, _ in seen) == max_num_seqs
+    assert max(slot for _, slot in seen) <= min(max_num_seqs, 4) - 1
+
+
+def test_the_first_byte_is_found_without_a_list_of_all(monkeypatch):
+    cells = SentinelCells(4, Shard(2, 1), DENSE, 5, torch.float32, 3, 5, None, torch.device("cpu"))
+    monkeypatch.setattr(torch.Tensor, "nonzero", None)
+    cells.view.logits[0, 1, 2:] = 1.0
+    assert "left element 0 of logits in row 0, step 0" in cells.unwritten([1], False)
+    cells.view.logits[0, 0] = 1.0
+    assert "left element 0 of logits in row 0, step 1" in cells.unwritten([1], False)
+    assert cells.touched([1]) == ""
+    cells.view.logits[1, 2, 3] = 1.0
+    assert "wrote byte 12 of logits in row 1, step 2" in cells.touched([1])
+    start = cells.view.logits.storage_offset() - 3
+    torch.as_strided(cells.view.logits, (2,), (1,), start)[:] = 1.0
+    assert "wrote logits 5 bytes before the cache" in cells.touched([1])
+
+
+def test_the_full_cache_example_asks_the_host_nothing_and_stores_live_rows_alone(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "specreg-markov-samplers"))
+    samplers = importlib.import_module("specreg_markov_samplers.samplers")
+    probe = make_probe(1, max_num_seqs=4)
+    for slots in ([1, -1, 0], [-1, -1, 1], [-1, -1]):
+        run = probe._run(samplers.full_cache, Shard(), DENSE, slots, False)
+        assert (run.fault, run.tokens is None) == ("", False)
+    monkeypatch.setattr(samplers, "draft_sample", lambda logits, *_, **__: logits.argmax(1))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = replace(make_inputs(), greedy=False)
+        logits = inputs.base_logits.new_empty(8, 3, VOCAB_SIZE)
+        view: Any = SimpleNamespace(logits=logits, layout=DENSE)
+        assert samplers.full_cache(replace(inputs, cache=view))
+        with pytest.raises(DynamicOutputShapeException):
+            (inputs.idx_mapping >= 0).nonzero()
+
+
+def test_what_never_runs_costs_no_sharding_unless_it_has_lied_about_that():
+    spec = sampler_spec("no_answer", writes=FusedSampling.FULL_CACHE)
+    choice = make_choice(SamplersPlugin(spec))
+    assert (choice.name, choice.opt_out_reason) == (None, "")
+    with pytest.raises(PluginError, match="full_cache, but it returned 1; allowed: True or False"):
+        make_choice(SamplersPlugin(spec), fused_sampling="require")
+
+
+def test_a_liar_that_declines_a_full_size_cache_is_named_all_the_same():
+    plugin = SamplersPlugin(sampler_spec("declining_a_full_one"))
+    choice = make_choice(plugin)
+    assert choice.name is None
+    assert choice.opt_out_reason.startswith(
+        "fused sampler declining_a_full_one of toy-samplers declares sharded, but as rank 0 of 2 "
+        "it wrote byte 0 of logits in row 0, step 0, which is no row"
+    )
+    assert choice.opt_out_reason.endswith("; and it declines a full-size one")
+    with pytest.raises(PluginError, match=r"(?s)does not write what it declares.*wrote byte 0 of"):
+        make_choice(plugin, fused_sampling="require")
 
 
 def test_one_that_declines_the_probe_costs_nothing_and_is_not_asked_again():

@@ -56,6 +56,7 @@ class FusedConformance(SpeculatorConformance):
     def test_the_loop_draws_the_same_tokens(self, specreg_lab: Lab, tmp_path: Path) -> None:
         subject = specreg_lab.subject
         loop = {**subject.speculative, "fused_sampling": "off"}
+        del loop["fused_sampler"]
         with Lab(Subject(loop, subject.target, plugins=subject.plugins), (2,)) as other:
             for call in ("mixed", "trio"):
                 fused = specreg_lab.run(specreg_lab.plain(2), call)

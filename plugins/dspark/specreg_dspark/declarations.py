@@ -29,6 +29,8 @@ MAX_CANDIDATES = 128
 def dspark_capabilities(setup: DraftSetup) -> Capabilities:
     """Of DSpark; a reduced vocabulary and few candidates a step add a layout each.
 
+    With a fused sampler that is named or required there are no draft watermarks.
+
     Raises:
         CheckpointError: a config that is wrong.
         ConfigError: more candidates than the head has columns.
@@ -41,8 +43,11 @@ def dspark_capabilities(setup: DraftSetup) -> Capabilities:
         supports_watermarker=True,
         is_cuda_graph_safe=True,
     )
-    top_k = None if setup.options is None else setup.options.dspark_draft_topk
-    if top_k is None and (setup.options is None or setup.options.fused_sampling != "off"):
+    options = setup.options
+    top_k = None if options is None else options.dspark_draft_topk
+    if options is not None and (options.fused_sampler or options.fused_sampling == "require"):
+        plain = replace(plain, supports_watermarker=False)  # the loop alone can mark
+    if top_k is None and (options is None or options.fused_sampling != "off"):
         # What the stock one writes; loading tells of another one that writes the whole cache.
         plain = replace(plain, fused_sampling=FusedSampling.SHARDED)
     if setup.draft_config:

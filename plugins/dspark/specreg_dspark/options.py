@@ -18,7 +18,8 @@ class DSparkOptions(BaseModel):
         fused_sampling: `auto` draws with a fused sampler where one applies, `off` with the loop,
             `require` makes it an error when none can be used, or when the one that was chosen does
             not write what it declares.
-        fused_sampler: name of the fused sampler; None chooses.
+        fused_sampler: name of the fused sampler; None chooses. An error where none can draw: with
+            `off`, `dspark_draft_topk`, another head than a vanilla one or a draft watermarker.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -52,10 +52,11 @@ class SamplerChoice:
     Where there will be a draft-logits cache, the one that is chosen is probed as `Probe` says, in
     each layout that the run may get; in a layout where it declines it is not asked again, because
     nobody has seen what it would write. One that declares `sharded` and is seen to write otherwise
-    loses the run its opt-in, and `opt_out_reason` names it and the byte. It is then what it did not
-    say, a writer of the full-size cache, and runs on that if a second probe there is clean: the
-    cache is full-size already, and whatever it writes is then at its place. If that probe is not
-    clean either, the loop runs.
+    loses the run its opt-in, and `opt_out_reason` names it and the byte, whatever draws in the end.
+    It is then what it did not say, a writer of the full-size cache, and runs on that if a second
+    probe there is clean: the cache is full-size already, and whatever it writes is then at its
+    place. If that probe is not clean either, or it declines, the loop runs. One that declares
+    `full_cache` costs the opt-in only when it runs.
 
     Args:
         context: of the speculator.
@@ -63,13 +64,13 @@ class SamplerChoice:
         obstacle: why no fused sampler can draw for this drafter; empty when one can.
 
     Attributes:
-        name: of the sampler in use; None for the loop.
         opt_out_reason: why the cache may not be sharded; empty when it may.
 
     Raises:
-        ConfigError: `require` and none can be used, or `fused_sampler` names none that can.
+        ConfigError: `require` and none can be used, or `fused_sampler` names none that can or
+            stands beside `off`.
         PluginError: two apply, one is not declared correctly, or one that is required does not
-            write what it declares.
+            write what it declares or declines.
     """
 
     def __init__(self, context: SpeculatorContext, probe: Probe, obstacle: str = "") -> None:
@@ -83,30 +84,39 @@ class SamplerChoice:
         self._layouts: frozenset[DraftLogitsLayout] = frozenset()
         self._door: DraftSampler | None = None
         self._answers: dict[int, bool] = {}
+        self._fault = ""
         if mode == "off":
+            if wanted is not None:
+                got, fix = f"{wanted!r}, and fused_sampling is 'off'", "remove one of the two keys"
+                _refuse(got, fix, "fused_sampler")
             return
         if not obstacle and context.config.draft_watermarker is not None:
             obstacle = "a draft watermarker draws"
         is_required = mode == "require"
         if obstacle:
+            fix = "remove the key, or what stands against it"
+            if wanted is not None:
+                _refuse(f"{wanted!r}, and {obstacle}", fix, "fused_sampler")
             if is_required:
-                _refuse(f"'require', and {obstacle}", "remove what stands against it")
+                _refuse(f"'require', and {obstacle}", fix)
             return
         self._offer = self._chosen(wanted, is_required)
         if self._offer is None:
             return
         self._load(self._offer)
-        if is_required and (self._sampler is None or self._is_withdrawn):
+        if is_required and (self._fault or self._sampler is None):
+            does = "does not write what it declares" if self._fault else "declines"
             raise PluginError(
-                "a fused sampler that is required does not write what it declares",
+                f"a fused sampler that is required {does}",
                 where=f"{WHERE}, {self._offer}",
-                got=self.opt_out_reason or "it declined every layout that the run may get",
+                got=self._fault or "it declined every layout that the run may get",
                 fix="repair the plugin, name another one in fused_sampler, or set fused_sampling "
                 "to 'auto'",
             )
 
     @property
     def name(self) -> str | None:
+        """Name of the sampler in use; None for the loop."""
         return None if self._sampler is None or self._offer is None else self._offer.spec.name
 
     @property
@@ -115,7 +125,11 @@ class SamplerChoice:
         return self._sampler is not None
 
     def bind(self, door: DraftSampler) -> None:
-        """Keep the sampler that lends, to tell it of logits that were stored bare."""
+        """Keep the sampler that lends, to tell it of logits that were stored bare.
+
+        Args:
+            door: of the run; the one that lent what `run` gets. Before the first `run`.
+        """
         self._door = door
 
     def run(self, inputs: MarkovInputs) -> bool:
@@ -221,22 +235,31 @@ class SamplerChoice:
             )
         self._sampler = made
         is_sharded = offer.spec.writes is FusedSampling.SHARDED
-        if not is_sharded:
+        if speculative.draft_sample_method == "probabilistic":
+            self._try(made, offer, is_sharded)
+            if not self._layouts:
+                self._sampler = None
+        if not is_sharded and self._sampler is not None:
             self.opt_out_reason = f"{offer} writes the full-size cache"
-        if speculative.draft_sample_method != "probabilistic":
+
+    def _try(self, sampler: Sampler, offer: _Offer, is_sharded: bool) -> None:
+        """Probe it as what it declares; a false `sharded` is told, and probed as `full_cache`."""
+        fault = self._probed(sampler, offer, is_sharded)
+        if not fault:
             return
-        fault = self._probed(made, offer, is_sharded)
-        if fault and is_sharded:
-            self.opt_out_reason = f"{offer} declares sharded, but {fault}"
-            logger.warning("%s: the draft-logits cache is not sharded", self.opt_out_reason)
-            fault = self._probed(made, offer, is_sharded=False)
+        self._fault = f"{offer} declares {offer.spec.writes.value}, but {fault}"
+        if not is_sharded:
+            logger.warning("%s: the loop draws instead", self._fault)
+            return
+        logger.warning("%s: the draft-logits cache is not sharded", self._fault)
+        fault = self._probed(sampler, offer, is_sharded=False)
+        self.opt_out_reason = self._fault
         if fault:
-            self.opt_out_reason = f"{self.opt_out_reason}; and {fault} in a full-size one"
+            self.opt_out_reason += f"; and {fault} in a full-size one"
+        elif not self._layouts:
+            self.opt_out_reason += "; and it declines a full-size one"
+        if not self._layouts:
             logger.warning("%s: the loop draws instead", self.opt_out_reason)
-        if fault or not self._layouts:
-            self._sampler = None
-        if not fault and not self._layouts:
-            self.opt_out_reason = ""  # it has declined: the loop draws
 
     def _probed(self, sampler: Sampler, offer: _Offer, is_sharded: bool) -> str:
         """Probe all layouts and keep those that it draws in; returns the first fault."""
@@ -254,12 +277,6 @@ class SamplerChoice:
                 drawn.add(layout)
         self._layouts = frozenset(drawn)
         return ""
-
-    @property
-    def _is_withdrawn(self) -> bool:
-        """Whether it declares `sharded` and was seen to write otherwise."""
-        assert self._offer is not None
-        return self._offer.spec.writes is FusedSampling.SHARDED and bool(self.opt_out_reason)
 
 
 def _only(offers: list[_Offer]) -> _Offer:
