@@ -1,7 +1,8 @@
 # Every target uses the Python of the active environment: `make test PYTHON=python3.12` takes another.
 PYTHON ?= python
-# Two processes of one thread each: tests are small, and torch's own threads would only compete.
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2
+# Two processes of one thread each: tests are small, and torch's own threads would only compete. The tests
+# of a class or a module stay in one process, for what they share is slow to make.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope
 
 DEMO_DRAFTER := {"method": "draft_model", "model": "smollm2-135m-instruct", \
   "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
