@@ -10,6 +10,7 @@ import pytest
 import torch
 from dflash_cases import altered, load
 from golden_cases import GoldenCase, GoldenTarget, Replay
+from safetensors.torch import save_file
 from specreg_dflash.backbone import Backbone
 from specreg_dflash.layer import BlockLayer
 from torch import Tensor
@@ -279,39 +280,57 @@ def test_a_drafter_of_another_width_than_the_target_is_refused(tmp_path: Path) -
 
 
 MASKS = [
-    (torch.zeros(63), r"shape \[63\]; allowed: a tensor of 64 elements"),
-    ({"embedding": torch.zeros(64), "mask_token_id": 3}, "an embedding of token 3"),
-    ({"mask": torch.zeros(64)}, "NoneType; allowed"),
-    ([1.0], "list; allowed"),
+    ({"mask_embedding": torch.zeros(63)}, r"\[63\]\}; allowed: a tensor 'mask_embedding' of 64"),
+    (
+        {"mask_embedding": torch.zeros(64), "mask_token_id": torch.tensor(3)},
+        "an embedding of token 3",
+    ),
+    ({"mask": torch.zeros(64)}, r"'mask': \[64\]\}; allowed"),
 ]
 
 
-@pytest.mark.parametrize(("held", "message"), MASKS, ids=["shape", "token", "name", "list"])
+@pytest.mark.parametrize(("held", "message"), MASKS, ids=["shape", "token", "name"])
 def test_a_mask_embedding_that_does_not_fit_is_refused(
-    held: Any, message: str, tmp_path: Path
+    held: dict[str, Tensor], message: str, tmp_path: Path
 ) -> None:
     checkpoint = altered(FULL, tmp_path)
-    torch.save(held, checkpoint.directory / "mask_embedding.pt")
+    save_file(held, checkpoint.directory / "mask_embedding.safetensors")
     with pytest.raises(CheckpointError, match=f"(?s)mask rows cannot be used.*{message}"):
         Replay(GoldenCase(FULL), {"method": "dflash", "model": str(checkpoint.directory)}, tmp_path)
 
 
-def test_a_mask_embedding_that_runs_code_is_refused(tmp_path: Path) -> None:
+def test_a_broken_mask_embedding_is_refused(tmp_path: Path) -> None:
     checkpoint = altered(FULL, tmp_path)
-    torch.save(load_file_then_run, checkpoint.directory / "mask_embedding.pt")
+    (checkpoint.directory / "mask_embedding.safetensors").write_bytes(b"no header")
     with pytest.raises(CheckpointError, match="mask rows cannot be used"):
         Replay(GoldenCase(FULL), {"method": "dflash", "model": str(checkpoint.directory)}, tmp_path)
 
 
-def load_file_then_run() -> None:
-    raise AssertionError("a checkpoint does not run code")
+def test_a_pickled_mask_embedding_is_not_read(tmp_path: Path) -> None:
+    checkpoint = altered(FULL, tmp_path)
+    torch.save(torch.zeros(HIDDEN), checkpoint.directory / "mask_embedding.pt")
+    with pytest.raises(CheckpointError, match=r"(?s)is pickled.*convert it to safetensors"):
+        Replay(GoldenCase(FULL), {"method": "dflash", "model": str(checkpoint.directory)}, tmp_path)
+
+
+def test_weights_of_another_file_name_leave_the_mask_embedding_to_its_reader(
+    tmp_path: Path,
+) -> None:
+    checkpoint = altered(FULL, tmp_path)
+    (checkpoint.directory / "model.safetensors").rename(checkpoint.directory / "own.safetensors")
+    held = {"mask_embedding": torch.ones(HIDDEN)}
+    save_file(held, checkpoint.directory / "mask_embedding.safetensors")
+    keys = {"method": "dflash", "model": str(checkpoint.directory)}
+    speculator: Any = Replay(GoldenCase(FULL), keys, tmp_path).speculator
+    assert torch.equal(speculator.backbone.mask_embedding, torch.ones(HIDDEN))
 
 
 def test_a_mask_token_beyond_the_target_is_fine_with_an_embedding_of_its_own(
     tmp_path: Path,
 ) -> None:
     checkpoint = altered(FULL, tmp_path, with_({"mask_token_id": 500}))
-    torch.save(torch.ones(HIDDEN), checkpoint.directory / "mask_embedding.pt")
+    held = {"mask_embedding": torch.ones(HIDDEN)}
+    save_file(held, checkpoint.directory / "mask_embedding.safetensors")
     keys = {"method": "dflash", "model": str(checkpoint.directory)}
     speculator: Any = Replay(GoldenCase(FULL), keys, tmp_path).speculator
     assert torch.equal(speculator.backbone.mask_embedding, torch.ones(HIDDEN))

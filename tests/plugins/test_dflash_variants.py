@@ -9,6 +9,7 @@ import pytest
 import torch
 from dflash_cases import altered, committed_features, written_out
 from golden_cases import GoldenCase, Replay
+from safetensors.torch import save_file
 from torch import Tensor
 
 CASE = "dflash-3"  # layers: sliding with a window of 6, full
@@ -105,12 +106,16 @@ def test_a_variant_computes_what_its_config_says(name: str, tmp_path: Path) -> N
         torch.testing.assert_close(proposed.logits, expected.logits[1:], **CLOSE)
 
 
-@pytest.mark.parametrize("form", ["tensor", "dict"])
-def test_an_embedding_beside_the_weights_stands_on_mask_rows(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_token", [False, True])
+def test_an_embedding_beside_the_weights_stands_on_mask_rows(
+    has_token: bool, tmp_path: Path
+) -> None:
     case, checkpoint = GoldenCase(CASE), altered(CASE, tmp_path)
     mask = randn(HIDDEN)
-    held = mask if form == "tensor" else {"embedding": mask[None], "mask_token_id": 159}
-    torch.save(held, checkpoint.directory / "mask_embedding.pt")
+    held = {"mask_embedding": mask[None]}
+    if has_token:
+        held["mask_token_id"] = torch.tensor(159)
+    save_file(held, checkpoint.directory / "mask_embedding.safetensors")
     replay = Replay(case, {"method": "dflash", "model": str(checkpoint.directory)}, tmp_path)
     for index, proposed in replay.rounds():
         expected = written_out(

@@ -15,6 +15,7 @@ from specreg.weights import Ignored
 from specreg_dflash.backbone_config import BackboneConfig
 from specreg_dflash.block import Block
 from specreg_dflash.layer import BlockLayer
+from specreg_dflash.mask_embedding import MASK_EMBEDDING, MASK_TOKEN
 
 __all__ = ["Backbone", "backbone_file_name", "rename_backbone_tensor"]
 
@@ -31,6 +32,8 @@ def rename_backbone_tensor(name: str) -> str | Ignored:
     name = name.removeprefix("model.")
     if name == "t2d":
         return Ignored("training reads it: it is d2t the other way round")
+    if name in (MASK_EMBEDDING, MASK_TOKEN):
+        return Ignored("read by itself: see mask_embedding.py")
     if name in VocabularyEnds.absent:
         return ENDS + name
     for prefix, ours in _PREFIXES:
@@ -187,7 +190,7 @@ class Backbone(nn.Module):
                 "the mask token of a drafter has no embedding",
                 where=f"{self.config.where}, mask_token_id",
                 got=f"{self.config.mask_token_id}; allowed: below {num_rows}, or a file "
-                "mask_embedding.pt beside the weights",
+                "mask_embedding.safetensors beside the weights",
                 fix="use the config.json that belongs to the weights",
             )
         ids = torch.tensor([self.config.mask_token_id], device=device)
