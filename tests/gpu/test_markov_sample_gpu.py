@@ -178,6 +178,18 @@ def test_a_reduced_vocabulary_gives_the_tokens_of_the_loop_in_both_layouts(shard
     assert torch.equal(*tokens)
 
 
+@pytest.mark.parametrize("shard", [Shard(), Shard(2, 1)], ids=str)
+def test_logits_narrower_than_the_vocabulary_fill_their_cells_as_the_loop_does(shard):
+    batch = make_markov_batch(list(range(40)), 3001, vocab_size=5000, rank=64, dtype=BF16)
+    batch = batch.to("cuda")
+    caches = [gpu_cache(40, 3, 5000, shard, padding=24) for _ in range(2)]
+    tokens = markov_sample(*batch, caches[0], vocab_size=5000)
+    assert torch.equal(tokens, loop(batch, caches[1], vocab_size=5000))
+    for field in CELL_FIELDS:
+        assert torch.equal(*(getattr(cache, field) for cache in caches)), field
+    assert bool((caches[0].logits[0, :, 3001:] == -torch.inf).all())
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 def test_odd_logits_and_a_capped_and_scaled_bias_are_those_of_the_loop(greedy):
     batch = make_markov_batch(

@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "bf16, tp 4": {"num_shards": 4},
     "bf16, one request": {"num_reqs": 1},
+    "wider cells, tp 2": {"padding": 700, "num_shards": 2},
     "bf16, 256 requests, tp 4": {"num_reqs": 256, "num_shards": 4},
     "fp16 into fp32, rank 16, 20 requests": {
         "num_reqs": 20,
@@ -62,6 +63,7 @@ def kernels(
     dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype = BF16,
     vocab_size: int = VOCAB_SIZE,
+    padding: int = 0,
     rank: int = 256,
     is_scattered: bool = False,
     is_greedy: bool = False,
@@ -75,19 +77,20 @@ def kernels(
         torch.empty(1, dtype=t) for t in (FP32, torch.int32, torch.int64, torch.uint8)
     )
     weights, stored = torch.empty(1, dtype=dtype), torch.empty(1, dtype=cache_dtype)
-    num_blocks = -(-vocab_size // k.BLOCK_SIZE)
+    width = vocab_size + padding
+    num_blocks = -(-width // k.BLOCK_SIZE)
     cells = statistics = None
     if has_cache and not is_greedy:
-        cells = LogitsCells(stored, num_steps * vocab_size, vocab_size, num_shards - 1)
+        cells = LogitsCells(stored, num_steps * width, width, num_shards - 1)
         statistics = StatisticsCells(fp32, fp32, u8, num_steps, num_shards - 1)
     has_scratch = not is_greedy and (cells is None or num_shards > 1 or is_scattered)
-    scratch, scratch_stride = stored if has_scratch else None, -(-vocab_size // 16) * 16
+    scratch, scratch_stride = stored if has_scratch else None, -(-width // 16) * 16
     drawing = {
         "outs": StepArgs(i64, i32, i64, scratch, scratch_stride, i64),
         "statistics": statistics,
         "reqs": ReqArgs(i64, i64, i64, i64, None if is_greedy else fp32),
         "target_ids": i64 if is_scattered else None,
-        "sizes": SizeArgs(num_reqs, num_steps, vocab_size, vocab_size, num_blocks),
+        "sizes": SizeArgs(num_reqs, num_steps, vocab_size, width, num_blocks),
         "NUM_SHARDS": num_shards,
         "NUM_BLOCKS": 1 << (num_blocks - 1).bit_length(),
         "BLOCK_SIZE": k.BLOCK_SIZE,
@@ -101,7 +104,7 @@ def kernels(
                 **drawing,
                 "cells": cells,
                 "base": BaseArgs(weights, num_steps * vocab_size, vocab_size),
-                "head": HeadArgs(weights, rank, weights, rank, vocab_size, scale, soft_cap),
+                "head": HeadArgs(weights, rank, weights, vocab_size, scale, soft_cap),
                 "step": 7,
                 "RANK": rank,
                 "CHUNK": tile.chunk,
@@ -109,6 +112,8 @@ def kernels(
                 "COLUMNS": tile.columns,
                 "IS_FIRST": is_first,
                 "IS_SCATTERED": is_scattered,
+                "IS_PADDED": width > vocab_size,
+                "W2_STRIDE": rank,
                 "GROUP": min(k.GROUP, tile.rows),
                 "VECTOR": 16 // (cache_dtype if cells is not None else dtype).itemsize,
             },

@@ -19,6 +19,7 @@ __all__ = [
     "block_peaks",
     "by_block",
     "fill_kernel",
+    "larger_or_nan",
     "load_block",
     "load_columns",
     "load_temperature",
@@ -144,7 +145,7 @@ def load_temperature(temperature, req):
 
 
 @triton.jit
-def _larger_or_nan(a, b):
+def larger_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -160,7 +161,7 @@ def block_peaks(x):
 
     Lanes are compared as integers, for which a warp has an instruction.
     """
-    by_lane = tl.reduce(tl.reduce(x, 3, _larger_or_nan), 0, _larger_or_nan)
+    by_lane = tl.reduce(tl.reduce(x, 3, larger_or_nan), 0, larger_or_nan)
     bits = tl.where(by_lane != by_lane, 0x7FFFFFFF, ordered(by_lane.to(tl.int32, bitcast=True)))
     return ordered(tl.max(bits, 1)).to(tl.float32, bitcast=True)
 

@@ -64,7 +64,6 @@ class HeadArgs(NamedTuple):
     w1: Tensor
     w1_stride: int
     w2: Tensor
-    w2_stride: int
     num_ids: int
     scale: float | None
     soft_cap: float | None

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specreg.kernels.common.kernel import clean_logits
 from specreg.kernels.common.launch import launch, specialisation
 from specreg.kernels.common.view import DraftLogitsView
 from specreg.kernels.draft_sample import reference
@@ -32,13 +31,15 @@ from specreg.kernels.markov_sample.arguments import (
     tile_of,
 )
 from specreg.kernels.markov_sample.blocks.kernel import (
+    end_part,
     load_base,
     load_table,
+    nothing_yet,
     part_columns,
     reduce_rows,
     rounded_bias,
 )
-from specreg.kernels.markov_sample.draws.kernel import draw, draw_together
+from specreg.kernels.markov_sample.draws.kernel import draw, draw_together, stored_rows
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -49,7 +50,7 @@ __all__ = ["can_overlap", "markov_sample_triton"]
 
 DRAW_WARPS = 4
 FILL_SIZE = 4096
-GROUP = 16  # requests whose blocks a program reduces at once
+GROUP = 32  # requests whose blocks a program reduces at once
 BLOCK_SIZE = reference.BLOCK_SIZE
 
 
@@ -73,13 +74,16 @@ def markov_sample_step_kernel(
     COLUMNS: tl.constexpr,
     IS_FIRST: tl.constexpr,
     IS_SCATTERED: tl.constexpr,
+    IS_PADDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    W2_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Program (tile, block): draw the step before; bias, store and reduce a block of ROWS requests.
 
-    W2 is read once for all of them. `cells` hold no block of a row where IS_SCATTERED.
+    W2 is read once for all of them. `cells` hold no block of a row where IS_SCATTERED, and more
+    columns than there are where IS_PADDED.
     """
     NUM_PARTS: tl.constexpr = BLOCK_SIZE // COLUMNS
     # Every other step goes backwards: it begins with what the L2 still holds of W2.
@@ -113,79 +117,85 @@ def markov_sample_step_kernel(
         )
         drawn = outs.tokens + rows * sizes.num_steps + (step - 1)
         previous = tl.load(drawn, mask=is_row, other=-1, cache_modifier=".cg")
-    logits = base.logits + (rows * base.req_stride + step.to(tl.int64) * base.step_stride)
-    next_columns = part_columns(block, 0, is_odd, NUM_PARTS, COLUMNS)
-    next_x = load_base(logits, next_columns, req, sizes, True)
     is_known = (req >= 0) & (previous >= 0) & (previous < head.num_ids)
     previous = tl.where(is_known, previous, 0)
     w1 = load_table(head.w1, head.w1_stride, previous, is_known, 0, RANK, CHUNK, 0)
 
     dtype: tl.constexpr = base.logits.dtype.element_ty
-    is_kept = req < 0
-    if cells is not None:
-        is_owned, cell = logits_cell(cells, req, step.to(tl.int64), NUM_SHARDS)
-        if not IS_SCATTERED:
-            is_kept = is_kept | is_owned
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    best_lane = tl.zeros((ROWS,), tl.int32)
-    has_nan = best_lane > 0
+    logits = base.logits + (rows * base.req_stride + step.to(tl.int64) * base.step_stride)
+    kept = None  # where rows of logits go
+    if reqs.temperature is not None:
+        own = None if IS_SCATTERED else cells
+        kept = stored_rows(outs, own, rows, req, step.to(tl.int64), NUM_SHARDS)
+    best = nothing_yet(ROWS)
+    columns = part_columns(block, 0, is_odd, NUM_PARTS, COLUMNS)
+    x = tl.full((ROWS, COLUMNS), float("-inf"), dtype)
+    bias = tl.zeros((COLUMNS, ROWS), dtype)
+    # A turn begins a part, and ends that of the turn before while the rows of W2 are on their way.
     for i in range(NUM_PARTS):
-        columns, is_column = next_columns, next_columns < sizes.num_columns
-        w2 = load_table(head.w2, head.w2_stride, columns, is_column, 0, RANK, CHUNK, 1)
-        x = next_x
-        next_columns = part_columns(block, i + 1, is_odd, NUM_PARTS, COLUMNS)
-        next_x = load_base(logits, next_columns, req, sizes, i + 1 < NUM_PARTS)
+        best = end_part(
+            kept,
+            cells if IS_SCATTERED else None,
+            target_ids,
+            sizes,
+            tl.where(i > 0, req, -1),
+            step,
+            block,
+            columns,
+            x,
+            bias,
+            best,
+            NUM_SHARDS,
+            BLOCK_SIZE,
+            IS_PADDED,
+        )
+        columns = part_columns(block, i, is_odd, NUM_PARTS, COLUMNS)
+        is_column = columns < sizes.num_columns
+        w2 = load_table(head.w2, W2_STRIDE, columns, is_column, 0, RANK, CHUNK, 1)
+        x = load_base(logits, columns, req, sizes)
         acc = tl.dot(w2, w1, input_precision="ieee")
         for first in tl.static_range(CHUNK, RANK, CHUNK):
-            w2 = load_table(head.w2, head.w2_stride, columns, is_column, first, RANK, CHUNK, 1)
+            w2 = load_table(head.w2, W2_STRIDE, columns, is_column, first, RANK, CHUNK, 1)
             more = load_table(head.w1, head.w1_stride, previous, is_known, first, RANK, CHUNK, 0)
             acc = tl.dot(w2, more, acc, input_precision="ieee")
-        bias = tl.trans(rounded_bias(head, acc, dtype))
-        x = (x.to(tl.float32) + bias.to(tl.float32)).to(dtype)
-        x = tl.where(is_column[None, :], x, float("-inf"))
-        if cells is not None:
-            x = x.to(cells.data.dtype.element_ty)
-            if IS_SCATTERED:
-                ids = tl.load(target_ids + columns, mask=is_column, other=0)
-                mask = is_owned[:, None] & is_column[None, :]
-                tl.store(cell[:, None] + ids[None, :], x, mask=mask)
-            else:
-                mask = is_owned[:, None] & (columns < sizes.width)[None, :]
-                tl.store(cell[:, None] + columns[None, :], x, mask=mask)
-        if outs.scratch is not None:
-            row = outs.scratch + rows * outs.scratch_stride
-            mask = ~is_kept[:, None] & is_column[None, :]
-            tl.store(row[:, None] + columns[None, :], x, mask=mask)
-        if reqs.temperature is None:
-            wide = x.to(tl.float32)
-            has_nan = has_nan | (tl.max((wide != wide).to(tl.int32), 1) > 0)
-            wide = clean_logits(wide)
-            peak = tl.max(wide, 1)
-            lanes = (columns - block * BLOCK_SIZE)[None, :]
-            lane = tl.min(tl.where(wide == peak[:, None], lanes, BLOCK_SIZE), 1)
-            is_better = (peak > best) | ((peak == best) & (lane < best_lane))
-            best = tl.where(is_better, peak, best)
-            best_lane = tl.where(is_better, lane, best_lane)
+        bias = rounded_bias(head, acc, dtype)
+    best = end_part(
+        kept,
+        cells if IS_SCATTERED else None,
+        target_ids,
+        sizes,
+        req,
+        step,
+        block,
+        columns,
+        x,
+        bias,
+        best,
+        NUM_SHARDS,
+        BLOCK_SIZE,
+        IS_PADDED,
+    )
 
     if reqs.temperature is None:
-        packed = pack(best.to(tl.int32, bitcast=True), tl.where(has_nan, ~best_lane, best_lane))
+        largest, lane, has_nan = best
+        packed = pack(largest.to(tl.int32, bitcast=True), tl.where(has_nan, ~lane, lane))
         tl.store(outs.blocks + rows * sizes.num_blocks + block, packed, mask=req >= 0)
     else:
         tl.debug_barrier()  # rows are written before other threads read them
-        for first in range(0, ROWS, GROUP):
-            reduce_rows(
-                outs,
-                None if IS_SCATTERED else cells,
-                reqs,
-                sizes,
-                tl.program_id(0).to(tl.int64) * ROWS + first,
-                step,
-                block,
-                NUM_SHARDS,
-                BLOCK_SIZE,
-                GROUP,
-                VECTOR,
-            )
+        reduce_rows(
+            outs,
+            None if IS_SCATTERED else cells,
+            reqs,
+            sizes,
+            tl.program_id(0).to(tl.int64) * ROWS,
+            step,
+            block,
+            NUM_SHARDS,
+            BLOCK_SIZE,
+            ROWS,
+            GROUP,
+            VECTOR,
+        )
 
 
 @triton.jit
@@ -260,7 +270,7 @@ def markov_sample_triton(
     store = store_of(base_logits[:, 0], cache, vocab_size, target_ids)
     is_scattered, num_shards = store.is_scattered, store.num_shards
     in_cells = cache is not None and num_shards == 1 and not is_scattered
-    scratch, scratch_stride = None, -(-store.num_columns // 16) * 16
+    scratch, scratch_stride = None, -(-store.width // 16) * 16
     stored_dtype = base_logits.dtype if cache is None else cache.logits.dtype
     if temperature is not None and not in_cells:
         scratch = torch.empty(num_reqs * scratch_stride, dtype=stored_dtype, device=device)
@@ -278,7 +288,6 @@ def markov_sample_triton(
         w1,
         w1.stride(0),
         w2,
-        w2.stride(0),
         len(w1),
         None if scale == 1.0 else float(scale),
         None if soft_cap is None else float(soft_cap),
@@ -291,7 +300,8 @@ def markov_sample_triton(
     step_options = options | {"num_stages": tile.num_stages}
     if tile.maxnreg is not None:
         step_options["maxnreg"] = tile.maxnreg
-    key = (store.key, specialisation(outs, base, reqs, head, target_ids, sizes), tile, overlaps)
+    arguments = specialisation(outs, base, reqs, head, target_ids, sizes)
+    key = (store.key, arguments, w2.stride(0), tile, overlaps)
 
     if is_scattered:
         launch(
@@ -324,7 +334,9 @@ def markov_sample_triton(
                 tile.columns,
                 step == 0,
                 is_scattered,
+                store.width > store.num_columns,
                 overlaps,
+                w2.stride(0),
                 min(GROUP, tile.rows),
                 16 // stored_dtype.itemsize,
             ),

@@ -146,6 +146,13 @@ def test_an_anchor_outside_the_table_and_padded_tables_agree():
     agree(batch, lambda: make_cache(2, 2, 520, padding=5), vocab_size=520)
 
 
+@pytest.mark.parametrize("shard", [Shard(), Shard(2, 1)], ids=str)
+def test_cells_are_filled_behind_the_last_column(shard):
+    batch = make_markov_batch([2, 0, 1], 520, num_steps=2, vocab_size=1100)
+    _, cache = agree(batch, lambda: make_cache(3, 2, 1100, shard, padding=5), vocab_size=1100)
+    assert bool((cache.logits[0, :, 520:] == -torch.inf).all())
+
+
 def test_an_empty_batch_launches_nothing():
     batch = make_markov_batch([0], 16).rows([])
     tokens, _ = agree(batch, lambda: None, vocab_size=16)

@@ -22,30 +22,36 @@ from specreg.kernels.drafting.kernel import (
 )
 from specreg.kernels.random.kernel import STREAM_DRAFT, random_words
 
-__all__ = ["draw", "draw_together", "load_drawn"]
+__all__ = ["draw", "draw_together", "load_drawn", "stored_rows"]
 
 WEIGHT_SCALE = tl.constexpr(2.0**UNIT_BITS.value)
 
 
 @triton.jit
-def load_drawn(outs, cells, sizes, request, req, step, columns, NUM_SHARDS: tl.constexpr):
-    """fp32 logits that a step has left at `columns`: in its cell, else in the scratch.
+def stored_rows(outs, cells, request, req, step, NUM_SHARDS: tl.constexpr):
+    """Where a step's logits of some requests lie: in their cells, or in the scratch if not owned.
 
-    -inf behind the last column and for padding. `request` and `req` are scalars, or broadcast with
-    `columns`.
+    `request` and `req` are scalars, or tensors of one shape. Without cells all are in the scratch,
+    and without a scratch all are in cells.
     """
-    num_columns = tl.where(req >= 0, sizes.num_columns, 0)
-    num_here = num_columns * 0  # columns in the cell
     if cells is not None:
-        is_owned, cell = logits_cell(cells, req, step + request * 0, NUM_SHARDS)
-        num_here = tl.where(is_owned, num_columns, 0)
-        x = tl.load(cell + columns, mask=columns < num_here, other=float("-inf"))
-    if outs.scratch is not None:
-        mask = (columns >= num_here) & (columns < num_columns)
+        is_owned, row = logits_cell(cells, req, step + request * 0, NUM_SHARDS)
+        if outs.scratch is not None:
+            row = tl.where(is_owned, row, outs.scratch + request * outs.scratch_stride)
+    else:
         row = outs.scratch + request * outs.scratch_stride
-        kept = tl.load(row + columns, mask=mask, other=float("-inf"))
-        x = kept if cells is None else tl.where(mask, kept, x)
-    return x.to(tl.float32)
+    return row
+
+
+@triton.jit
+def load_drawn(outs, cells, sizes, request, req, step, columns, NUM_SHARDS: tl.constexpr):
+    """Logits that a step has left at `columns`; -inf behind the last column and for padding.
+
+    `request` and `req` are scalars, or broadcast with `columns`.
+    """
+    row = stored_rows(outs, cells, request, req, step, NUM_SHARDS)
+    num_columns = tl.where(req >= 0, sizes.num_columns, 0)
+    return tl.load(row + columns, mask=columns < num_columns, other=float("-inf"))
 
 
 @triton.jit
@@ -98,6 +104,7 @@ def draw(
                 odd = tl.argmax(is_odd.to(tl.int32), 0)
                 columns = odd * BLOCK_SIZE + lanes
                 x = load_drawn(outs, cells, sizes, request, req, step, columns, NUM_SHARDS)
+                x = x.to(tl.float32)
                 is_bad = is_bad | (tl.sum((x != x).to(tl.int32), 0) > 0)
                 x = clean_logits(x)
                 largest = tl.max(x, 0)
