@@ -3,7 +3,8 @@
 Each script runs in a process of its own; it times a case only after the op matched its torch twin
 there, and one that fails is named in the table and in the exit status. The results,
 `benchmarks/results/<device>.md` and `.json`, say device, versions, shape, dtype, median, spread,
-bytes, limit, ratio and launches.
+bytes, limit, ratio and launches. Benchmarks that are not named keep the results that they have
+there; where those are of other versions, only all can be run.
 
     python benchmarks/run.py [NAME ...] [--output FOLDER]
 """
@@ -107,21 +108,19 @@ def table(name: str, result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--output", metavar="FOLDER", default=FOLDER / "results", type=Path)
-    options = parser.parse_args()
-    if unknown := set(options.names) - set(BENCHMARKS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(BENCHMARKS)}")
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA or ROCm device")
-    facts = environment()
-    results = {name: run_benchmark(name) for name in options.names or BENCHMARKS}
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / re.sub(r"\W+", "-", facts["device"].lower())
+def earlier_results(path: Path, facts: dict[str, str]) -> dict[str, Any] | None:
+    """What `path` holds of each benchmark; None if it was measured where `facts` do not hold."""
+    if not path.exists():
+        return {}
+    earlier = json.loads(path.read_text())
+    results = earlier.pop("results")
+    return results if earlier == facts else None
+
+
+def page(facts: dict[str, str], results: dict[str, Any]) -> str:
+    """All results in Markdown."""
     versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device")
-    page = [
+    lines = [
         f"# {facts['device']}",
         "",
         f"{versions}. Times in microseconds: `us` is the median of replays from a CUDA graph, "
@@ -132,10 +131,31 @@ def main() -> None:
         "",
         *(table(name, result) for name, result in results.items()),
     ]
-    path.with_suffix(".md").write_text("\n".join(page))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--output", metavar="FOLDER", default=FOLDER / "results", type=Path)
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(BENCHMARKS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(BENCHMARKS)}")
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA or ROCm device")
+    facts = environment()
+    path = options.output / re.sub(r"\W+", "-", facts["device"].lower())
+    earlier = earlier_results(path.with_suffix(".json"), facts)
+    if options.names and earlier is None:
+        parser.error(f"{path}.json is of other versions: run all benchmarks, or name an --output")
+    timed = {name: run_benchmark(name) for name in options.names or BENCHMARKS}
+    options.output.mkdir(parents=True, exist_ok=True)
+    known = (earlier or {}) | timed
+    results = {name: known[name] for name in BENCHMARKS if name in known}
+    path.with_suffix(".md").write_text(page(facts, results))
     path.with_suffix(".json").write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
     print(f"written: {path}.md and .json")
-    failed = [name for name, result in results.items() if "error" in result]
+    failed = [name for name, result in timed.items() if "error" in result]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

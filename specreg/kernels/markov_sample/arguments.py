@@ -9,11 +9,10 @@ from torch import Tensor
 
 __all__ = ["BaseArgs", "HeadArgs", "ReqArgs", "SizeArgs", "StepArgs", "Tile", "tile_of"]
 
-# Seen on one H200 while the kernels were written, on builds before the committed one, which has not
-# been timed (no row of benchmarks/results is of it): 5 steps of 129,280 columns in bf16, rank 256,
-# 4 shards, us of a call. 8 requests: 64 columns in 3 stages 122, in 2 stages 144, 128 columns 137.
-# 64 requests: 64 rows 236, 32 rows 273, 128 rows 364. What counts is that two programs fit on a
-# multiprocessor. `--sweep` of benchmarks/markov_sample.py times calls with other sizes.
+# One H200, `python benchmarks/markov_sample.py --sweep`: 5 steps of 129,280 columns in bf16, rank
+# 256, 4 shards, us of a call by rows x columns. 8 requests: 16 x 64 109, 32 x 64 121, 16 x 128 123,
+# 64 x 64 137. 64 requests: 64 x 64 178, 64 x 128 207, 32 x 64 213, 16 x 64 296. What counts is that
+# two programs fit on a multiprocessor; with 128 rows W1 alone takes 64 KiB of shared memory.
 ROWS = (16, 32, 64)
 COLUMNS = 64
 NUM_WARPS = 8
