@@ -132,6 +132,8 @@ def markov_sample_step_kernel(
     x = tl.full((ROWS, COLUMNS), float("-inf"), dtype)
     bias = tl.zeros((COLUMNS, ROWS), dtype)
     # A turn begins a part, and ends that of the turn before while the rows of W2 are on their way.
+    # Triton loads ahead only where a loop has no barrier, no other loop and no value of two turns
+    # ago: the draws and the reduction cannot move into it.
     for i in range(NUM_PARTS):
         best = end_part(
             kept,
