@@ -185,6 +185,12 @@ def _no_state(inputs: MarkovInputs) -> None:
     cells.state[cells.state == 1] = 0
 
 
+def _always_stored(inputs: MarkovInputs) -> None:
+    """Its cells are stored ones, even without a logit above -inf."""
+    cells = _cells(inputs)
+    cells.state[cells.state == 0] = 1
+
+
 def _no_last_column(inputs: MarkovInputs) -> None:
     logits = _cells(inputs).logits
     sentinel = torch.full((4,), 0xA5, dtype=torch.uint8).view(torch.float32)
@@ -215,6 +221,10 @@ def _raises(context: Any) -> Any:
         return True
 
     return sampler
+
+
+def cannot_be_made(context: Any) -> Any:
+    raise RuntimeError("no compiler")
 
 
 def _declines_behind_a_store(inputs: MarkovInputs) -> bool:
@@ -267,6 +277,7 @@ every_slot_to_its_row = _after(_every_slot_to_its_row)
 padding_before_the_cache = _after(_padding_before_the_cache)
 one_state = _after(_one_state)
 no_state = _after(_no_state)
+always_stored = _after(_always_stored)
 no_last_column = _after(_no_last_column)
 token_of_the_rank = _after(_token_of_the_rank)
 padding_is_a_token = _after(_padding_is_a_token)

@@ -123,6 +123,25 @@ def test_what_plugins_do_wrong_names_them():
         make_choice(SamplersPlugin(sampler_spec("not_a_sampler")))
     with pytest.raises(PluginError, match="'none'>; allowed: 'full_cache' or 'sharded'"):
         sampler_spec("honest", writes=FusedSampling.NONE)
+    with pytest.raises(PluginError, match=r"(?s)toy-samplers.*RuntimeError: no compiler"):
+        make_choice(SamplersPlugin(sampler_spec("cannot_be_made")))
+    choice = make_choice(SamplersPlugin(sampler_spec("raises")), drafts="greedy")
+    with pytest.raises(PluginError, match=r"(?s)fused sampler raises of toy-samplers.*Assertion"):
+        choice.run(make_inputs())
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (sampler_spec("honest"), "'MarkovSamplerSpec' object is not iterable"),
+        ((1 // n for n in (0,)), "ZeroDivisionError: .*; allowed: an iterable of Markov"),
+    ],
+)
+def test_a_hook_that_gives_no_list_is_named(returned, message):
+    plugin = SamplersPlugin()
+    plugin.specs = returned
+    with pytest.raises(PluginError, match=rf"(?s)distribution toy-samplers.*{message}"):
+        make_choice(plugin)
 
 
 def test_a_plugin_of_samplers_loads_without_this_plugin_and_is_called_with_it():
@@ -196,6 +215,19 @@ def test_every_way_to_lie_is_seen(name):
     assert choice.opt_out_reason.startswith(f"fused sampler {name} of toy-samplers declares")
     assert choice.is_active == runs_on_all
     assert ("in a full-size one" in choice.opt_out_reason) == (not runs_on_all)
+
+
+@pytest.mark.parametrize("target_ids", [None, torch.arange(0, VOCAB_SIZE, 2)])
+def test_a_table_with_nan_is_not_the_fault_of_the_sampler(target_ids):
+    probe = make_probe(2, (DENSE,) if target_ids is None else (DENSE, DRAFT_VOCAB), target_ids)
+    probe.w1[1] = torch.nan
+    choice = make_choice(HONEST, probe=probe)
+    assert (choice.name, choice.opt_out_reason) == ("honest", "")
+    for name in ("no_state", "always_stored"):
+        choice = make_choice(SamplersPlugin(sampler_spec(name)), probe=probe)
+        assert "left element 0 of state" in choice.opt_out_reason
+    probe.w1[:] = torch.nan
+    assert make_choice(HONEST, probe=probe).opt_out_reason == ""
 
 
 def test_statistics_of_a_sampler_that_declares_none_are_not_looked_at():

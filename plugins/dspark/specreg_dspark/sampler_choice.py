@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 from specreg.capabilities import DraftLogitsLayout, FusedSampling
 from specreg.draft_sampler import DraftSampler
-from specreg.errors import ConfigError, PluginError
+from specreg.errors import ConfigError, PluginError, SpecregError
 from specreg.registry import get_registry
 from specreg.speculator import SpeculatorContext
 from specreg.spelling import known_names
@@ -136,15 +139,16 @@ class SamplerChoice:
         """Draw a proposal; False when nothing was done, and the loop has to.
 
         Raises:
-            PluginError: the sampler answers otherwise than for an equal batch before: a CUDA graph
-                would hold one answer or the other.
+            PluginError: the sampler raised, or it answers otherwise than for an equal batch before:
+                a CUDA graph would hold one answer or the other.
         """
         if self._sampler is None or self._offer is None:
             return False
         cache = inputs.cache
         if cache is not None and cache.layout not in self._layouts:
             return False
-        did = self._sampler(inputs)
+        with _naming(self._offer, "a fused sampler"):
+            did = self._sampler(inputs)
         num_reqs = len(inputs.idx_mapping)
         if did is not self._answers.setdefault(num_reqs, did) or not isinstance(did, bool):
             raise PluginError(
@@ -187,7 +191,17 @@ class SamplerChoice:
         registry = self._context.registry or get_registry()
         offers = []
         for distribution, found in registry.call_hook(HOOK):
-            for spec in found:
+            try:
+                specs = list(found)
+            except Exception as error:
+                raise PluginError(
+                    f"the hook {HOOK} returned something else than it promises",
+                    where=f"distribution {distribution}",
+                    got=f"{type(error).__name__}: {error}; allowed: an iterable of "
+                    "MarkovSamplerSpec",
+                    fix="correct what the hook returns",
+                ) from error
+            for spec in specs:
                 if not isinstance(spec, MarkovSamplerSpec):
                     raise PluginError(
                         f"the hook {HOOK} returned something else than it promises",
@@ -202,30 +216,25 @@ class SamplerChoice:
         predicate = offer.spec.predicate
         if predicate is None:
             return True
-        try:
+        with _naming(offer, "the predicate of a fused sampler"):
             return bool(predicate(self._context.draft_config, self._context.device))
-        except Exception as error:
-            raise PluginError(
-                "the predicate of a fused sampler failed",
-                where=f"{offer}",
-                got=f"{type(error).__name__}: {error}",
-                fix="repair the plugin, or set fused_sampling to 'off'",
-            ) from error
 
     def _load(self, offer: _Offer) -> None:
         context, speculative = self._context, self._context.config.speculative
         assert speculative is not None
         draft_config: Mapping[str, Any] = context.draft_config
-        made = offer.spec.load_factory()(
-            MarkovSamplerContext(
-                draft_config=draft_config,
-                max_num_seqs=context.config.max_num_seqs,
-                num_speculative_tokens=self._probe.num_steps,
-                vocab_size=self._probe.vocab_size,
-                device=context.device,
-                dtype=self._probe.dtype,
+        make = offer.spec.load_factory()
+        with _naming(offer, "the factory of a fused sampler"):
+            made = make(
+                MarkovSamplerContext(
+                    draft_config=draft_config,
+                    max_num_seqs=context.config.max_num_seqs,
+                    num_speculative_tokens=self._probe.num_steps,
+                    vocab_size=self._probe.vocab_size,
+                    device=context.device,
+                    dtype=self._probe.dtype,
+                )
             )
-        )
         if not callable(made):
             raise PluginError(
                 "the factory of a fused sampler gives none",
@@ -277,6 +286,22 @@ class SamplerChoice:
                 drawn.add(layout)
         self._layouts = frozenset(drawn)
         return ""
+
+
+@contextmanager
+def _naming(offer: _Offer, what: str) -> Iterator[None]:
+    """Tell what a plugin's code raises by mistake with the sampler's name."""
+    try:
+        yield
+    except (SpecregError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{what} failed",
+            where=f"{offer}",
+            got=f"{type(error).__name__}: {error}",
+            fix="repair the plugin, or set fused_sampling to 'off'",
+        ) from error
 
 
 def _only(offers: list[_Offer]) -> _Offer:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specreg.capabilities import DraftLogitsLayout
-from specreg.draft_logits import CELL_STORED, DraftLogitsView
+from specreg.draft_logits import CELL_EMPTY, CELL_STORED, DraftLogitsView
 from specreg.draft_vocab import target_to_draft_table
 from specreg.kernels.common.reference import clean_logits_reference
 from specreg.ownership import Shard
@@ -117,6 +117,9 @@ class SentinelCells:
     def unwritten(self, slots: Iterable[int], stores_statistics: bool) -> str:
         """The first cell of these requests that was not stored, in words; empty for none.
 
+        The state of a cell without a logit above -inf is that of an empty one, as `draft_sample`
+        stores it: so it is where a table of the drafter has a NaN.
+
         Args:
             slots: requests of a batch; those that this shard owns are looked at.
             stores_statistics: whether temperature, logsumexp and state are to be stored too.
@@ -131,7 +134,8 @@ class SentinelCells:
             changed = region.is_changed()[1][owned]
             written = changed.view(*changed.shape[:2], region.body.shape[2], -1).any(-1)
             if name == "state":
-                written = region.body[owned] == CELL_STORED
+                is_empty = self._logits_of(owned).amax(2, keepdim=True) == -torch.inf
+                written = region.body[owned] == torch.where(is_empty, CELL_EMPTY, CELL_STORED)
             if not bool(written.all()):
                 index, step, column = _first(~written)
                 return (
@@ -161,7 +165,7 @@ class SentinelCells:
             return ""
         rows = [shard.row(slots[index]) for index in at]
         wanted = temperature[[slots[index] for index in at], None]
-        logits = clean_logits_reference(self._regions["logits"].body[rows])
+        logits = self._logits_of(rows)
         drawn = tokens[at]
         if self.view.target_to_draft is not None:
             drawn = self.view.target_to_draft[drawn].long()
@@ -173,14 +177,19 @@ class SentinelCells:
             checks.append(("it stored another temperature than the request's in", stored == wanted))
             right = torch.logsumexp(logits / torch.where(wanted != 0, wanted, 1.0)[..., None], 2)
             is_close = torch.isclose(logsumexp, right, rtol=TOLERANCE, atol=TOLERANCE)
+            has_none = (wanted == 0) | (logits.amax(2) == -torch.inf)
             checks.append(
-                ("it stored another logsumexp than of the logits in", is_close | (wanted == 0))
+                ("it stored another logsumexp than of the logits in", is_close | has_none)
             )
         for what, holds in checks:
             if not bool(holds.all()):
                 index, step = _first(~holds)
                 return f"{what} row {rows[index]}, step {step}"
         return ""
+
+    def _logits_of(self, rows: list[int]) -> Tensor:
+        """fp32 `[len(rows), num_steps, width]` as a draw reads them: NaN is -inf."""
+        return clean_logits_reference(self._regions["logits"].body[rows])
 
 
 def _first(flags: Tensor) -> tuple[int, ...]:
