@@ -134,6 +134,11 @@ def for_one_row(context: Any) -> Any:
     return lambda inputs: len(inputs.tokens) == 1 and sample_stock(inputs)
 
 
+def dense_alone(context: Any) -> Any:
+    is_dense = DraftLogitsLayout.DENSE
+    return lambda inputs: _cells(inputs).layout is is_dense and sample_stock(inputs)
+
+
 def _after(change: Any) -> Any:
     """A maker of a sampler that is right but for what `change` does to the inputs afterwards."""
 

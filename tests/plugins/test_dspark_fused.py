@@ -325,6 +325,22 @@ def test_one_that_declines_the_probe_costs_nothing_and_is_not_asked_again():
         make_choice(SamplersPlugin(spec), fused_sampling="require")
 
 
+def test_one_that_is_required_and_declines_the_layout_of_the_run_is_refused():
+    probe = make_probe(2, (DENSE, DRAFT_VOCAB), torch.arange(0, VOCAB_SIZE, 2))
+    plugin = SamplersPlugin(sampler_spec("dense_alone"))
+    dense, reduced, none = [
+        SimpleNamespace(cache=layout and SimpleNamespace(layout=layout))
+        for layout in (DENSE, DRAFT_VOCAB, None)
+    ]
+    choice: Any = make_choice(plugin, probe=probe, fused_sampling="require")
+    for door in (dense, none):
+        choice.bind(door)
+    with pytest.raises(PluginError, match=r"(?s)dense_alone.*layout draft_vocab; allowed: dense"):
+        choice.bind(reduced)
+    free: Any = make_choice(plugin, probe=probe)
+    free.bind(reduced)
+
+
 def test_one_for_few_rows_is_probed_a_row_at_a_time():
     assert make_choice(SamplersPlugin(sampler_spec("for_one_row")), tp=4).name == "for_one_row"
 

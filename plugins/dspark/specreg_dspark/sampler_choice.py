@@ -86,6 +86,7 @@ class SamplerChoice:
         self._offer: _Offer | None = None
         self._layouts: frozenset[DraftLogitsLayout] = frozenset()
         self._door: DraftSampler | None = None
+        self._is_required = mode == "require"
         self._answers: dict[int, bool] = {}
         self._fault = ""
         if mode == "off":
@@ -95,19 +96,18 @@ class SamplerChoice:
             return
         if not obstacle and context.config.draft_watermarker is not None:
             obstacle = "a draft watermarker draws"
-        is_required = mode == "require"
         if obstacle:
             fix = "remove the key, or what stands against it"
             if wanted is not None:
                 _refuse(f"{wanted!r}, and {obstacle}", fix, "fused_sampler")
-            if is_required:
+            if self._is_required:
                 _refuse(f"'require', and {obstacle}", fix)
             return
-        self._offer = self._chosen(wanted, is_required)
+        self._offer = self._chosen(wanted)
         if self._offer is None:
             return
         self._load(self._offer)
-        if is_required and (self._fault or self._sampler is None):
+        if self._is_required and (self._fault or self._sampler is None):
             does = "does not write what it declares" if self._fault else "declines"
             raise PluginError(
                 f"a fused sampler that is required {does}",
@@ -132,8 +132,20 @@ class SamplerChoice:
 
         Args:
             door: of the run; the one that lent what `run` gets. Before the first `run`.
+
+        Raises:
+            PluginError: a sampler that is required has declined the layout of the run's cache.
         """
         self._door = door
+        cache = door.cache
+        if self._is_required and cache is not None and cache.layout not in self._layouts:
+            drawn = ", ".join(sorted(layout.value for layout in self._layouts))
+            raise PluginError(
+                "a fused sampler that is required declines",
+                where=f"{WHERE}, {self._offer}",
+                got=f"a cache of layout {cache.layout.value}; allowed: {drawn}",
+                fix="name such a layout in draft_logits_layout, or set fused_sampling to 'auto'",
+            )
 
     def run(self, inputs: MarkovInputs) -> bool:
         """Draw a proposal; False when nothing was done, and the loop has to.
@@ -163,7 +175,7 @@ class SamplerChoice:
             self._door.mark_bare()
         return did
 
-    def _chosen(self, wanted: str | None, is_required: bool) -> _Offer | None:
+    def _chosen(self, wanted: str | None) -> _Offer | None:
         offers = [*self._offers_of_plugins(), _Offer(STOCK, "specreg")]
         if wanted is not None:
             named = [offer for offer in offers if offer.spec.name == wanted]
@@ -185,7 +197,7 @@ class SamplerChoice:
         if applying:
             return _only(applying)
         is_faster = self._context.device.type != "cpu"
-        return offers[-1] if is_faster or is_required else None
+        return offers[-1] if is_faster or self._is_required else None
 
     def _offers_of_plugins(self) -> list[_Offer]:
         registry = self._context.registry or get_registry()
