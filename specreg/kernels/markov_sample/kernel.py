@@ -127,30 +127,17 @@ def markov_sample_step_kernel(
     if reqs.temperature is not None:
         own = None if IS_SCATTERED else cells
         kept = stored_rows(outs, own, rows, req, step.to(tl.int64), NUM_SHARDS)
+    goes = cells if IS_SCATTERED else None, target_ids, sizes, step, block
     best = nothing_yet(ROWS)
-    columns = part_columns(block, 0, is_odd, NUM_PARTS, COLUMNS)
     x = tl.full((ROWS, COLUMNS), float("-inf"), dtype)
     bias = tl.zeros((COLUMNS, ROWS), dtype)
+    begun = part_columns(block, 0, is_odd, NUM_PARTS, COLUMNS), x, bias
     # A turn begins a part, and ends that of the turn before while the rows of W2 are on their way.
     # Triton loads ahead only where a loop has no barrier, no other loop and no value of two turns
     # ago: the draws and the reduction cannot move into it.
     for i in range(NUM_PARTS):
-        best = end_part(
-            kept,
-            cells if IS_SCATTERED else None,
-            target_ids,
-            sizes,
-            tl.where(i > 0, req, -1),
-            step,
-            block,
-            columns,
-            x,
-            bias,
-            best,
-            NUM_SHARDS,
-            BLOCK_SIZE,
-            IS_PADDED,
-        )
+        live = tl.where(i > 0, req, -1)  # nothing has begun before the first turn
+        best = end_part(kept, goes, begun, live, best, NUM_SHARDS, BLOCK_SIZE, IS_PADDED)
         columns = part_columns(block, i, is_odd, NUM_PARTS, COLUMNS)
         is_column = columns < sizes.num_columns
         w2 = load_table(head.w2, W2_STRIDE, columns, is_column, 0, RANK, CHUNK, 1)
@@ -160,23 +147,8 @@ def markov_sample_step_kernel(
             w2 = load_table(head.w2, W2_STRIDE, columns, is_column, first, RANK, CHUNK, 1)
             more = load_table(head.w1, head.w1_stride, previous, is_known, first, RANK, CHUNK, 0)
             acc = tl.dot(w2, more, acc, input_precision="ieee")
-        bias = rounded_bias(head, acc, dtype)
-    best = end_part(
-        kept,
-        cells if IS_SCATTERED else None,
-        target_ids,
-        sizes,
-        req,
-        step,
-        block,
-        columns,
-        x,
-        bias,
-        best,
-        NUM_SHARDS,
-        BLOCK_SIZE,
-        IS_PADDED,
-    )
+        begun = columns, x, rounded_bias(head, acc, dtype)
+    best = end_part(kept, goes, begun, req, best, NUM_SHARDS, BLOCK_SIZE, IS_PADDED)
 
     if reqs.temperature is None:
         largest, lane, has_nan = best

@@ -89,15 +89,9 @@ def nothing_yet(ROWS: tl.constexpr):
 @triton.jit
 def end_part(
     rows,
-    cells,
-    target_ids,
-    sizes,
+    goes,
+    begun,
     req,
-    step,
-    block,
-    columns,
-    x,
-    bias,
     best,
     NUM_SHARDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -105,9 +99,12 @@ def end_part(
 ):
     """Add its bias to a part and store it in `rows`; without rows drafts are greedy.
 
-    Of these the best is kept, and returned as `nothing_yet` begins it. Into `cells`, where there
-    are any, the part is scattered too.
+    Of these the best is kept, and returned as `nothing_yet` begins it. `goes` is the same for all
+    parts: the cells that they are scattered into too, or None, their ids there, sizes, step, block.
+    `begun` is the part: columns, base logits, bias.
     """
+    cells, target_ids, sizes, step, block = goes
+    columns, x, bias = begun
     x = (x.to(tl.float32) + tl.trans(bias).to(tl.float32)).to(x.dtype)
     is_column = columns < sizes.num_columns
     if rows is None:
@@ -155,51 +152,23 @@ def reduce_rows(
 
     The rows are loaded before the first of them is reduced, so that they are waited for once.
     """
+    SPAN: tl.constexpr = LANES * VECTOR  # columns that a warp reads at once
     groups = ()  # type: tl.tuple
     for start in tl.static_range(0, ROWS, GROUP):
-        at = first + start
-        groups += (
-            _load_group(
-                outs, cells, reqs, sizes, at, step, block, NUM_SHARDS, BLOCK_SIZE, GROUP, VECTOR
-            ),
-        )
+        request = first + start + tl.arange(0, GROUP)
+        req = tl.load(reqs.idx_mapping + request, mask=request < sizes.num_reqs, other=-1)
+        _, _, scale = load_temperature(reqs.temperature, tl.where(req >= 0, req, 0))
+        spans = ()  # type: tl.tuple
+        for lane in tl.static_range(0, BLOCK_SIZE, SPAN):
+            at = (block * BLOCK_SIZE + lane + tl.arange(0, SPAN))[None, :]
+            each, its_req = request[:, None], req[:, None]
+            spans += (load_drawn(outs, cells, sizes, each, its_req, step, at, NUM_SHARDS),)
+        groups += ((request, req, scale, spans),)
     for i in tl.static_range(ROWS // GROUP):
         request, req, scale, spans = groups[i]
         peak, mass = _reduce_spans(spans, scale)
         packed = pack(peak.to(tl.int32, bitcast=True), mass)
         tl.store(outs.blocks + request * sizes.num_blocks + block, packed, mask=req >= 0)
-
-
-@triton.jit
-def _load_group(
-    outs,
-    cells,
-    reqs,
-    sizes,
-    first,
-    step,
-    block,
-    NUM_SHARDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """GROUP requests: row, index, factor of their logits, and a block of these.
-
-    The block comes as tensors of the columns that a warp reads at once.
-    """
-    SPAN: tl.constexpr = LANES * VECTOR
-    request = first + tl.arange(0, GROUP)
-    req = tl.load(reqs.idx_mapping + request, mask=request < sizes.num_reqs, other=-1)
-    _, _, scale = load_temperature(reqs.temperature, tl.where(req >= 0, req, 0))
-    spans = ()  # type: tl.tuple
-    for start in tl.static_range(0, BLOCK_SIZE, SPAN):
-        columns = block * BLOCK_SIZE + start + tl.arange(0, SPAN)
-        x = load_drawn(
-            outs, cells, sizes, request[:, None], req[:, None], step, columns[None, :], NUM_SHARDS
-        )
-        spans += (x,)
-    return request, req, scale, spans
 
 
 @triton.jit
