@@ -28,8 +28,10 @@ from specreg_dspark.stock_sampler import sample_stock
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from specreg.capabilities import DraftLogitsLayout, FusedSampling
+from specreg.config import EngineConfig
 from specreg.errors import ConfigError, PluginError
 from specreg.ownership import Shard
+from specreg.policy import resolve
 from specreg.registry import Registry, load
 
 DENSE, DRAFT_VOCAB = DraftLogitsLayout.DENSE, DraftLogitsLayout.DRAFT_VOCAB
@@ -101,8 +103,14 @@ def test_a_name_is_not_passed_over_where_it_cannot_draw():
             make_choice(HONEST, obstacle=obstacle, fused_sampler="honest")
     with pytest.raises(ConfigError, match="'honest', and a draft watermarker draws"):
         make_choice(HONEST, watermarker="keyed", fused_sampler="honest")
-    with pytest.raises(ConfigError, match="'honest', and fused_sampling is 'off'"):
-        make_choice(HONEST, fused_sampler="honest", fused_sampling="off")
+
+
+def test_a_name_beside_off_is_refused_before_anything_is_loaded():
+    keys = {"fused_sampler": "honest", "fused_sampling": "off"}
+    speculative = {"method": "dspark", "model": "not-there", "num_speculative_tokens": 2, **keys}
+    registry = Registry.from_plugins([specreg_dspark])
+    with pytest.raises(ConfigError, match=r"'honest', and fused_sampling is 'off'; remove one"):
+        resolve(EngineConfig.parse({"speculative": speculative}), registry)
 
 
 def test_under_a_watermarker_the_loop_draws_unless_one_is_required():

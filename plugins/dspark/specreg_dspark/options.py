@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["DSparkOptions"]
 
@@ -27,3 +27,12 @@ class DSparkOptions(BaseModel):
     dspark_draft_topk: int | None = Field(None, ge=1)
     fused_sampling: Literal["auto", "off", "require"] = "auto"
     fused_sampler: str | None = None
+
+    @model_validator(mode="after")
+    def _check_sampler(self) -> DSparkOptions:
+        if self.fused_sampler is not None and self.fused_sampling == "off":
+            raise ValueError(
+                f"fused_sampler is {self.fused_sampler!r}, and fused_sampling is 'off'; remove one "
+                "of the two keys"
+            )
+        return self

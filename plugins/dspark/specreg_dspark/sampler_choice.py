@@ -90,9 +90,6 @@ class SamplerChoice:
         self._answers: dict[int, bool] = {}
         self._fault = ""
         if mode == "off":
-            if wanted is not None:
-                got, fix = f"{wanted!r}, and fused_sampling is 'off'", "remove one of the two keys"
-                _refuse(got, fix, "fused_sampler")
             return
         if not obstacle and context.config.draft_watermarker is not None:
             obstacle = "a draft watermarker draws"
